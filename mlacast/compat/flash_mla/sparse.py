@@ -1,0 +1,99 @@
+"""``flash_mla_sparse_fwd``: sparse attention over un-paged bfloat16 rows, bfloat16 output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mlacast.compat.flash_mla._checks import (
+    D_V,
+    check_bf16_out,
+    check_d_v,
+    check_indices,
+    check_integers,
+    check_lengths,
+    check_numbers,
+    check_optional_tensors,
+    check_query,
+    check_scale,
+    check_sink,
+    check_tensors,
+)
+from mlacast.compat.flash_mla._empty_rows import mark_empty_rows_
+from mlacast.errors import check_tensor
+from mlacast.ops.sparse_mla_prefill import sparse_mla_prefill
+
+
+def flash_mla_sparse_fwd(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attend each query token to the rows of ``kv`` that ``indices`` names.
+
+    An entry counts if its column is below ``topk_length`` and ``0 <= index < s_kv``; repeats count
+    each time and rows that nothing selects may hold NaN. Natural element order, no norm, no RoPE.
+
+    Args:
+        q: [s_q, h_q, d_qk] bfloat16, h_q 1..128, d_qk 512 or 576, last dimension contiguous.
+        kv: [s_kv, 1, d_qk] bfloat16, last dimension contiguous.
+        indices: [s_q, 1, topk] int32; topk may be 0.
+        sm_scale: Multiplies q.k before the softmax.
+        d_v: 512.
+        attn_sink: [h_q] float32 or None: joins the denominator only (-inf no effect, +inf zeros);
+            max_logits and lse do not see it.
+        topk_length: [s_q] int32 or None: columns that count, clamped to [0, topk].
+        out: [s_q, h_q, 512] bfloat16 to write, last dimension contiguous, or None.
+
+    Returns:
+        out: ``out`` itself if given, else a new tensor of that shape.
+        max_logits: [s_q, h_q] float32, scaled.
+        lse: [s_q, h_q] float32, natural log.
+        A row with nothing to attend gives zeros, max_logits -inf and lse +inf.
+
+    Raises:
+        TypeError: An argument is not of the Python type above.
+        ValueError: A shape, dtype, stride or device breaks the contract; nothing has been written.
+        UnsupportedError: No backend covers the call.
+    """
+    op = "flash_mla_sparse_fwd"
+    check_tensors(op, q=q, kv=kv, indices=indices)
+    check_optional_tensors(op, attn_sink=attn_sink, topk_length=topk_length, out=out)
+    check_numbers(op, sm_scale=sm_scale)
+    check_integers(op, d_v=d_v)
+    check_d_v(op, "d_v", d_v)
+    sizes: dict[str, Any] = {}
+    check_query(op, q, "s_q h_q d_qk", sizes)
+    device = q.device
+    check_tensor(
+        op,
+        "kv",
+        kv,
+        "s_kv 1 d_qk",
+        sizes,
+        dtype=torch.bfloat16,
+        device=device,
+        last_dim_contiguous=True,
+    )
+    check_indices(op, "indices", indices, "s_q 1 topk", sizes, device)
+    check_scale(op, "sm_scale", sm_scale)
+    check_sink(op, attn_sink, sizes, device)
+    check_lengths(op, "topk_length", topk_length, "s_q", sizes, device)
+    check_bf16_out(op, out, f"s_q h_q {D_V}", sizes, device)
+    result, max_logits, lse = sparse_mla_prefill(
+        q,
+        kv,
+        indices,
+        sm_scale=sm_scale,
+        topk_length=topk_length,
+        attn_sink=attn_sink,
+        out=out,
+    )
+    assert isinstance(result, torch.Tensor), "a bfloat16 call returns a tensor"
+    return result, max_logits, mark_empty_rows_(lse)

@@ -1,0 +1,318 @@
+"""A token range of a quantised buffer: codes, scale factors, format and place in the whole.
+
+Slices share storage. Codes and most scale factors of a range are strided views of its rows; rows of
+swizzled scale factors cannot be views, so every Nvfp4 range carries the whole scale buffer and its
+absolute first row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mlacast.descriptors.out_format import Nvfp4, OutFormat
+from mlacast.errors import check_tensor, check_type, fail
+from mlacast.formats import (
+    decode_e4m3,
+    dequantize_fp8_group,
+    dequantize_nvfp4,
+    unpack_e2m1,
+    unpack_ue8m0_words,
+)
+from mlacast.layouts.element_order import from_chunk32
+from mlacast.layouts.sf_mn_major import allocate_mn_major, ceil4
+from mlacast.layouts.sf_row_major import allocate_row_major
+from mlacast.layouts.sf_swizzled_128x4 import gather_swizzled, swizzled_shape
+
+OP = "QuantizedTensor"
+
+
+class QuantizedTensor:
+    """Codes and scale factors of ``num_tokens`` consecutive tokens of a buffer of ``total_tokens``.
+
+    Args:
+        data: [num_tokens, num_groups, features], halved last dimension for Nvfp4, in
+            ``format.data_dtype``; last dimension contiguous. Only the rows of the range.
+        sf: None for formats without scale factors. Else [num_tokens, num_groups, words] in
+            ``format.sf_dtype``, only the rows of the range: row-major, or MN-major with stride 1
+            along tokens and columns that do not overlap. For Nvfp4 the whole buffer
+            [ceil128(total_tokens), ceil4(num_groups * features / 16)] e4m3, contiguous.
+        format: Output format of both.
+        row_start: Absolute row of the first token in the whole buffer.
+        num_tokens: Tokens of the range; None takes them from ``data``.
+        total_tokens: Tokens of the whole buffer; None says that the range ends it. Whoever writes
+            the range that ends the buffer also zeroes the padding of the scale factors.
+
+    Raises:
+        TypeError: An argument of the wrong type.
+        ValueError: A shape, dtype, stride, device or row that breaks the contract above.
+    """
+
+    def __init__(
+        self,
+        data: Tensor,
+        sf: Tensor | None,
+        format: OutFormat,
+        row_start: int = 0,
+        num_tokens: int | None = None,
+        total_tokens: int | None = None,
+    ) -> None:
+        check_type(OP, "format", format, OutFormat, "an OutFormat")
+        check_type(OP, "row_start", row_start, int, "an int")
+        _check_data(data, format)
+        rows = data.shape[0]
+        if num_tokens is not None and num_tokens != rows:
+            fail(OP, "num_tokens", f"be the {rows} rows of data", num_tokens)
+        if row_start < 0:
+            fail(OP, "row_start", "be at least 0", row_start)
+        total = row_start + rows if total_tokens is None else total_tokens
+        if total < row_start + rows:
+            requirement = f"be at least row_start + num_tokens = {row_start + rows}"
+            fail(OP, "total_tokens", requirement, total)
+        self.data = data
+        self.sf = sf
+        self.format = format
+        self.row_start = row_start
+        self.num_tokens = rows
+        self.total_tokens = total
+        self._check_sf()
+
+    @staticmethod
+    def empty(
+        num_tokens: int,
+        num_groups: int,
+        features: int,
+        format: OutFormat,
+        device: torch.device | str = "cpu",
+    ) -> QuantizedTensor:
+        """Allocate a whole buffer: uninitialised codes, zeroed scale factors with zeroed padding.
+
+        Args:
+            num_tokens: Tokens, 0 allowed.
+            num_groups: Groups of a token; ``num_groups * features`` is ``h_q * d_v``.
+            features: Values of a group, a multiple of the format's scale block (512 for chunk32).
+            format: Output format.
+            device: Where to allocate.
+        """
+        op = "QuantizedTensor.empty"
+        check_type(op, "num_tokens", num_tokens, int, "an int")
+        check_type(op, "num_groups", num_groups, int, "an int")
+        check_type(op, "features", features, int, "an int")
+        check_type(op, "format", format, OutFormat, "an OutFormat")
+        if num_tokens < 0:
+            fail(op, "num_tokens", "be at least 0", num_tokens)
+        if num_groups < 1:
+            fail(op, "num_groups", "be at least 1", num_groups)
+        format.check_features(op, features)
+        shape = (num_tokens, num_groups, format.data_features(features))
+        data = torch.empty(shape, dtype=format.data_dtype, device=device)
+        sf = _allocate_sf(num_tokens, num_groups, features, format, device)
+        return QuantizedTensor(data, sf, format)
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of a token."""
+        return self.data.shape[1]
+
+    @property
+    def features(self) -> int:
+        """Values of a group (twice the bytes of ``data`` for Nvfp4)."""
+        width = self.data.shape[2]
+        return width * 2 if isinstance(self.format, Nvfp4) else width
+
+    @property
+    def device(self) -> torch.device:
+        """Where the buffer lives."""
+        return self.data.device
+
+    @property
+    def ends_buffer(self) -> bool:
+        """Whether the range holds the last token of the buffer; its writer zeroes the padding."""
+        return self.row_start + self.num_tokens == self.total_tokens
+
+    def __len__(self) -> int:
+        return self.num_tokens
+
+    def __getitem__(self, index: slice) -> QuantizedTensor:
+        """Return the token range ``index`` of the same storage; bounds as in Python, step 1."""
+        check_type(OP, "index", index, slice, "a slice of tokens")
+        if index.step is not None and index.step != 1:
+            fail(OP, "index", "have step 1", index.step)
+        start = _bound(index.start, 0, self.num_tokens)
+        stop = _bound(index.stop, self.num_tokens, self.num_tokens)
+        stop = max(start, stop)
+        swizzled = self.format.sf_layout == "swizzled_128x4"
+        sf = self.sf if self.sf is None or swizzled else self.sf[start:stop]
+        return QuantizedTensor(
+            self.data[start:stop],
+            sf,
+            self.format,
+            self.row_start + start,
+            total_tokens=self.total_tokens,
+        )
+
+    def __repr__(self) -> str:
+        stop = self.row_start + self.num_tokens
+        return (
+            f"QuantizedTensor(tokens {self.row_start}:{stop} of {self.total_tokens}, "
+            f"num_groups={self.num_groups}, features={self.features}, "
+            f"format={self.format!r}, device={self.device})"
+        )
+
+    def sf_rows_with_padding(self) -> Tensor | None:
+        """Return the scale factors that the writer of this range owns, None if there are none.
+
+        The rows of the range; and, when the range ends an MN-major buffer, also the rows that pad
+        each column to ``ceil4(total_tokens)``, provided the columns are that far apart and the
+        storage reaches so far. For Nvfp4 the whole buffer.
+        """
+        sf = self.sf
+        if sf is None or self.format.sf_layout != "mn_major" or not self.ends_buffer:
+            return sf
+        if self.num_tokens == 0:
+            # The range before an empty one ends the buffer too and owns the padding.
+            return sf
+        padding = ceil4(self.total_tokens) - self.total_tokens
+        if padding == 0 or not self._has_mn_major_padding(sf, padding):
+            return sf
+        shape = (self.num_tokens + padding, sf.shape[1], sf.shape[2])
+        return sf.as_strided(shape, (1, sf.stride(1), sf.stride(2)), sf.storage_offset())
+
+    def dequantize(self) -> Tensor:
+        """Return the values, float32 [num_tokens, num_groups, features], in natural head order.
+
+        The buffer's own scale is multiplied in, or divided out for Nvfp4. Padding is not read.
+        """
+        format, data, sf = self.format, self.data, self.sf
+        if sf is None:
+            if data.dtype == torch.bfloat16:
+                return data.float()
+            values, scale = decode_e4m3(data), format.scale_tensor(self.device)
+            return values if scale is None else values * scale
+        if isinstance(format, Nvfp4):
+            codes, words = unpack_e2m1(data), format.sf_words(self.features)
+            rows = gather_swizzled(sf, self.row_start, self.num_tokens, self.num_groups * words)
+            factors = rows.view(self.num_tokens, self.num_groups, words)
+            return dequantize_nvfp4(codes, factors, format.scale_tensor(self.device))
+        factors = sf.contiguous()
+        if format.sf_kind == "ue8m0_packed":
+            factors = unpack_ue8m0_words(factors, self.features // format.sf_vec_size)
+        values = dequantize_fp8_group(data, factors, format.sf_vec_size)
+        return from_chunk32(values) if format.order == "chunk32" else values
+
+    def _has_mn_major_padding(self, sf: Tensor, padding: int) -> bool:
+        """Whether every column's padding lies inside the storage and before the next column."""
+        column = self.total_tokens + padding
+        _, groups, words = sf.shape
+        if words > 1 and sf.stride(2) < column:
+            return False
+        if groups > 1 and sf.stride(1) < (words - 1) * sf.stride(2) + column:
+            return False
+        last = sf.storage_offset() + (groups - 1) * sf.stride(1) + (words - 1) * sf.stride(2)
+        end = last + self.num_tokens + padding
+        return end * sf.element_size() <= sf.untyped_storage().nbytes()
+
+    def _check_sf(self) -> None:
+        sf, format = self.sf, self.format
+        if not format.has_sf:
+            if sf is not None:
+                fail(OP, "sf", f"be None for {format.key}", type(sf).__name__)
+            return
+        if sf is None:
+            fail(OP, "sf", f"be given for {format.key}", None)
+        format.check_features(OP, self.features)
+        device, dtype = self.data.device, format.sf_dtype
+        if format.sf_layout == "swizzled_128x4":
+            columns = self.num_groups * format.sf_words(self.features)
+            sf_rows, sf_columns = swizzled_shape(self.total_tokens, columns)
+            sizes = {"sf_rows": sf_rows, "sf_columns": sf_columns}
+            remedy = f"the whole buffer of total_tokens = {self.total_tokens} is wanted"
+            dims = "sf_rows sf_columns"
+            check_tensor(
+                OP,
+                "sf",
+                sf,
+                dims,
+                sizes,
+                dtype=dtype,
+                device=device,
+                contiguous=True,
+                remedy=remedy,
+            )
+            return
+        sizes = {
+            "num_tokens": self.num_tokens,
+            "num_groups": self.num_groups,
+            "words": format.sf_words(self.features),
+        }
+        dims = "num_tokens num_groups words"
+        check_tensor(OP, "sf", sf, dims, sizes, dtype=dtype, device=device)
+        if sf.numel() == 0:
+            return
+        if format.sf_layout == "mn_major":
+            _check_mn_major(sf)
+        else:
+            _check_row_strides("sf", sf)
+
+
+def _allocate_sf(
+    num_tokens: int, num_groups: int, features: int, format: OutFormat, device: torch.device | str
+) -> Tensor | None:
+    dtype, words = format.sf_dtype, format.sf_words(features)
+    if dtype is None:
+        return None
+    if format.sf_layout == "swizzled_128x4":
+        shape = swizzled_shape(num_tokens, num_groups * words)
+        return torch.zeros(shape, dtype=torch.uint8, device=device).view(dtype)
+    if format.sf_layout == "mn_major":
+        return allocate_mn_major(num_tokens, num_groups, words, dtype, device)
+    return allocate_row_major(num_tokens, num_groups, words, dtype, device)
+
+
+def _bound(value: int | None, default: int, length: int) -> int:
+    """Read one bound of a slice as Python does: negative from the end, clamped to 0..length."""
+    if value is None:
+        return default
+    check_type(OP, "index", value, int, "a slice of ints")
+    if value < 0:
+        value = value + length
+    return min(max(value, 0), length)
+
+
+def _check_data(data: object, format: OutFormat) -> None:
+    dims = "num_tokens num_groups features"
+    if isinstance(format, Nvfp4):
+        dims = "num_tokens num_groups features/2"
+    remedy = f"the format is {format.key}"
+    check_tensor(OP, "data", data, dims, {}, dtype=format.data_dtype, remedy=remedy)
+    assert isinstance(data, Tensor), "check_tensor let something else than a tensor pass"
+    if data.shape[1] < 1 or data.shape[2] < 1:
+        fail(OP, "data", "have at least one group of one feature", f"shape {list(data.shape)}")
+    if data.shape[0] > 0:
+        _check_row_strides("data", data)
+
+
+def _check_row_strides(argument: str, x: Tensor) -> None:
+    """Require a contiguous last dimension and rows of tokens and groups that do not overlap."""
+    tokens, groups, width = x.shape
+    token_stride = x.stride(0) if tokens > 1 else groups * width
+    group_stride = x.stride(1) if groups > 1 else width
+    contiguous = width == 1 or x.stride(2) == 1
+    token_major = group_stride >= width and token_stride >= (groups - 1) * group_stride + width
+    if contiguous and token_major:
+        return
+    group_major = token_stride >= width and group_stride >= (tokens - 1) * token_stride + width
+    if not (contiguous and (group_major or (groups == 1 and token_stride >= width))):
+        requirement = "have a contiguous last dimension and rows that do not overlap"
+        fail(OP, argument, requirement, f"strides {list(x.stride())} for shape {list(x.shape)}")
+
+
+def _check_mn_major(sf: Tensor) -> None:
+    """Require stride 1 along tokens and columns that do not overlap."""
+    tokens, groups, words = sf.shape
+    word_stride = sf.stride(2) if words > 1 else tokens
+    group_stride = sf.stride(1) if groups > 1 else words * word_stride
+    unit = tokens == 1 or sf.stride(0) == 1
+    if not (unit and word_stride >= tokens and group_stride >= words * word_stride):
+        requirement = "be MN-major: strides (1, >= words * stride(2), >= num_tokens)"
+        fail(OP, "sf", requirement, f"strides {list(sf.stride())} for shape {list(sf.shape)}")

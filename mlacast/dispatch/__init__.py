@@ -1,0 +1,1 @@
+"""Which backend runs a call: features, a table of implementations, a pure selection."""

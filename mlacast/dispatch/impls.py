@@ -1,0 +1,49 @@
+"""The table of implementations, in order of preference per operation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BACKENDS = ("reference", "triton", "hopper")
+
+
+@dataclass(frozen=True)
+class Impl:
+    """One implementation of one operation.
+
+    Attributes:
+        op: Name of the operation.
+        backend: Name a caller may ask for.
+        target: ``module:function``, imported on first use.
+        archs: Architectures it runs on; None means every device torch has.
+        features: Features it has; None means every feature, which only the reference may claim.
+    """
+
+    op: str
+    backend: str
+    target: str
+    archs: frozenset[str] | None = None
+    features: frozenset[str] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse rows that could never be selected."""
+        if self.backend not in BACKENDS:
+            raise ValueError(f"Impl: backend must be one of {BACKENDS}, got {self.backend!r}")
+        if self.features is None and self.backend != "reference":
+            raise ValueError(f"Impl: {self.backend} must declare its features for {self.op}")
+
+
+OPS = (
+    "sparse_mla_prefill",
+    "sparse_mla_decode",
+    "dense_mla_decode",
+    "merge_attention_states",
+    "quantize_output",
+    "kv_cache_append",
+    "kv_cache_gather",
+    "grouped_out_project",
+)
+
+IMPLS: tuple[Impl, ...] = tuple(
+    Impl(op, "reference", f"mlacast.reference.launch:{op}") for op in OPS
+)

@@ -1,0 +1,106 @@
+"""Selection as a pure function, and its explanation."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from mlacast.dispatch.impls import BACKENDS, IMPLS, Impl
+from mlacast.errors import UnsupportedError, check_choice
+
+BACKEND_VARIABLE = "MLACAST_BACKEND"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why one implementation does or does not cover a call; ``reason`` is empty where it does."""
+
+    backend: str
+    reason: str
+
+    @property
+    def covers(self) -> bool:
+        """Whether the implementation can run the call."""
+        return not self.reason
+
+
+def judge(impl: Impl, required: Iterable[str], arch: str) -> Verdict:
+    """Compare what a call needs with what an implementation has."""
+    if impl.archs is not None and arch not in impl.archs:
+        return Verdict(
+            impl.backend, f"needs {' or '.join(sorted(impl.archs))}, the call runs on {arch}"
+        )
+    missing = sorted(set(required) - impl.features) if impl.features is not None else []
+    return Verdict(impl.backend, f"missing {', '.join(missing)}" if missing else "")
+
+
+def select(
+    op: str,
+    required: frozenset[str],
+    arch: str,
+    backend: str | None = None,
+    impls: tuple[Impl, ...] = IMPLS,
+) -> Impl:
+    """Return the first implementation of the table, in order of preference, that covers the call.
+
+    Pure: reads neither a device nor the environment. A backend asked for by name never falls back
+    to another.
+
+    Args:
+        op: Name of the operation.
+        required: Features the call needs.
+        arch: Architecture the call runs on.
+        backend: Name asked for, or None for the best that covers the call.
+        impls: The table.
+
+    Raises:
+        ValueError: ``backend`` is no backend's name.
+        UnsupportedError: Nothing, or not the named backend, covers the call; lists what each
+            candidate lacks.
+    """
+    if backend is not None:
+        check_choice(op, "backend", backend, (None, *BACKENDS))
+    rows = [impl for impl in impls if impl.op == op and backend in (None, impl.backend)]
+    reasons, missing = [], []
+    for impl in rows:
+        verdict = judge(impl, required, arch)
+        if verdict.covers:
+            return impl
+        reasons.append(f"{impl.backend}: {verdict.reason}")
+        missing.append(verdict.reason)
+    if not rows:
+        have = ", ".join(sorted({impl.backend for impl in impls if impl.op == op})) or "none"
+        reasons.append(f"{backend}: has no implementation of it; available: {have}")
+    raise UnsupportedError(
+        f"{op}: no backend covers this call on {arch} ({'; '.join(reasons)})",
+        op=op,
+        backend=backend,
+        missing=missing,
+        arch=arch,
+    )
+
+
+def requested_backend(op: str, backend: str | None) -> str | None:
+    """Resolve an explicit name, else MLACAST_BACKEND, else None.
+
+    Raises:
+        ValueError: MLACAST_BACKEND is set to no backend's name.
+    """
+    if backend:
+        return backend
+    name = os.environ.get(BACKEND_VARIABLE) or None
+    if name is not None:
+        check_choice(op, BACKEND_VARIABLE, name, BACKENDS)
+    return name
+
+
+@functools.cache
+def load(target: str) -> Callable[..., Any]:
+    """Import the function that a row of the table names."""
+    module, _, function = target.partition(":")
+    loaded: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return loaded

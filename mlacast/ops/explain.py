@@ -1,0 +1,130 @@
+"""``explain``: which backend a call gets, and why."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mlacast.descriptors.kv_format import KvFormat
+from mlacast.descriptors.out_format import Bf16, OutFormat
+from mlacast.descriptors.quantized_tensor import QuantizedTensor
+from mlacast.descriptors.rope import Rope
+from mlacast.dispatch.arch import arch_of
+from mlacast.dispatch.impls import IMPLS, OPS
+from mlacast.dispatch.select import Verdict, judge, requested_backend
+from mlacast.errors import check_choice, fail
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a call runs where it runs.
+
+    Attributes:
+        op: Name of the operation.
+        arch: Architecture the call runs on.
+        requested: Backend asked for by argument or MLACAST_BACKEND, or None.
+        backend: Backend that runs the call, or None if none does.
+        features: What the call needs; empty when only the operation was named.
+        verdicts: Every candidate in order of preference, with what it lacks.
+    """
+
+    op: str
+    arch: str
+    requested: str | None
+    backend: str | None
+    features: tuple[str, ...]
+    verdicts: tuple[Verdict, ...]
+
+    def __str__(self) -> str:
+        """Several short lines of text."""
+        asked = f" (asked for: {self.requested})" if self.requested else ""
+        lines = [
+            f"{self.op} on {self.arch}{asked}: {self.backend or 'no backend covers this call'}"
+        ]
+        if self.features:
+            lines.append(f"  needs: {', '.join(self.features)}")
+        for verdict in self.verdicts:
+            lines.append(f"  {verdict.backend}: {verdict.reason or 'covers the call'}")
+        return "\n".join(lines)
+
+
+def _out_format_of(bound: Mapping[str, Any]) -> str:
+    for name in ("out", "out_format", "format"):
+        value = bound.get(name)
+        if isinstance(value, QuantizedTensor):
+            return value.format.key
+        if isinstance(value, OutFormat):
+            return value.key
+    return Bf16().key
+
+
+def _feature_arguments(bound: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate a public call into the arguments of the operation's ``required_features``."""
+    rope = bound.get("rope")
+    translated: dict[str, Any] = {
+        "rope_pairing": rope.pairing if isinstance(rope, Rope) else None,
+        "out_format": _out_format_of(bound),
+        "format": _out_format_of(bound),
+    }
+    arguments = {}
+    for name in wanted:
+        value = translated[name] if name in translated else bound.get(name)
+        arguments[name] = value.name if isinstance(value, KvFormat) else value
+    return arguments
+
+
+def _device_of(bound: Mapping[str, Any]) -> torch.device | None:
+    for value in bound.values():
+        candidate = value[0] if isinstance(value, (list, tuple)) and value else value
+        if isinstance(candidate, QuantizedTensor):
+            return candidate.data.device
+        if isinstance(candidate, torch.Tensor):
+            return candidate.device
+    return None
+
+
+def explain(
+    op: str, *args: Any, device: torch.device | str | None = None, **kwargs: Any
+) -> Explanation:
+    """Say which backend a call gets and why, without running it.
+
+    Args:
+        op: Name of a public operation, such as "sparse_mla_decode".
+        *args: Positional arguments of that operation. None at all: the candidates for the device
+            are listed.
+        device: Where the call would run; None means the device of its tensors, else the CPU.
+        **kwargs: Keyword arguments of that operation, ``backend`` included.
+
+    Returns:
+        An Explanation; ``print`` it.
+
+    Raises:
+        ValueError: ``op`` or ``backend`` is unknown.
+        TypeError: The arguments do not fit the operation's signature.
+    """
+    check_choice("explain", "op", op, OPS)
+    module = importlib.import_module(f"mlacast.ops.{op}")
+    backend = kwargs.get("backend")
+    bound: Mapping[str, Any] = {}
+    features: frozenset[str] = frozenset()
+    if args or set(kwargs) - {"backend"}:
+        signature = inspect.signature(getattr(module, op)).bind(*args, **kwargs)
+        signature.apply_defaults()
+        bound = signature.arguments
+        wanted = inspect.signature(module.required_features).parameters
+        features = module.required_features(**_feature_arguments(bound, wanted))
+    place = torch.device(device) if device is not None else _device_of(bound) or torch.device("cpu")
+    if place.type == "cuda" and not torch.cuda.is_available():
+        fail("explain", "device", "be available here", place)
+    requested = requested_backend(op, backend)
+    arch = arch_of(place)
+    verdicts = tuple(judge(impl, features, arch) for impl in IMPLS if impl.op == op)
+    chosen = next(
+        (v.backend for v in verdicts if v.covers and requested in (None, v.backend)), None
+    )
+    return Explanation(op, arch, requested, chosen, tuple(sorted(features)), verdicts)

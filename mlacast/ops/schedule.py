@@ -1,0 +1,147 @@
+"""Split-KV schedules of ``sparse_mla_decode``, static in shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from mlacast.descriptors.kv_format import KvFormat
+from mlacast.errors import check_type, fail
+from mlacast.ops.output import D_V
+from mlacast.ops.query import MAX_HEADS
+
+OP = "plan_sparse_decode"
+
+
+@dataclass(frozen=True)
+class SparseDecodeSchedule:
+    """How one shape of sparse decode is split.
+
+    Lengths and indices are not part of it: they are read on the device.
+
+    Attributes:
+        s_q: Query tokens of a call.
+        h_q: Query heads.
+        topk: Width of ``indices``.
+        kv_format: Format of ``k_cache``.
+        extra_topk: Width of ``extra_indices``, 0 without a second pool.
+        extra_kv_format: Format of the second pool, or None.
+        num_splits: Ranges of index columns per row.
+        batch_invariant: Chunk boundaries depend on the row and this configuration only.
+    """
+
+    s_q: int
+    h_q: int
+    topk: int
+    kv_format: KvFormat
+    extra_topk: int
+    extra_kv_format: KvFormat | None
+    num_splits: int
+    batch_invariant: bool
+
+    def check_matches(
+        self,
+        op: str,
+        *,
+        s_q: int,
+        h_q: int,
+        topk: int,
+        kv_format: KvFormat,
+        extra_topk: int,
+        extra_kv_format: KvFormat | None,
+    ) -> None:
+        """Raise ValueError unless the schedule was made for a call of this shape."""
+        call = {
+            "s_q": s_q,
+            "h_q": h_q,
+            "topk": topk,
+            "kv_format": kv_format,
+            "extra_topk": extra_topk,
+            "extra_kv_format": extra_kv_format,
+        }
+        for field in fields(self):
+            if field.name in call and getattr(self, field.name) != call[field.name]:
+                planned = getattr(self, field.name)
+                fail(
+                    op,
+                    "schedule",
+                    f"be planned for {field.name}={call[field.name]}",
+                    planned,
+                    "call plan_sparse_decode again",
+                )
+
+
+def check_num_splits(op: str, num_splits: int) -> None:
+    """Check a number of splits."""
+    check_type(op, "num_splits", num_splits, int, "an int or None")
+    if num_splits < 1:
+        fail(op, "num_splits", "be at least 1", num_splits)
+
+
+def plan_sparse_decode(
+    s_q: int,
+    h_q: int,
+    topk: int,
+    *,
+    kv_format: KvFormat,
+    extra_topk: int = 0,
+    extra_kv_format: KvFormat | None = None,
+    num_splits: int | None = None,
+    batch_invariant: bool = False,
+) -> SparseDecodeSchedule:
+    """Make a schedule for calls of ``sparse_mla_decode`` with these shapes.
+
+    Args:
+        s_q: Query tokens, 0 or more.
+        h_q: Query heads, 1..128.
+        topk: Width of ``indices``, 0 or more.
+        kv_format: Format of ``k_cache``.
+        extra_topk: Width of ``extra_indices``; 0 without a second pool.
+        extra_kv_format: Format of the second pool; given if and only if ``extra_topk`` belongs to
+            one.
+        num_splits: Ranges of index columns per row; None lets the schedule choose.
+        batch_invariant: Choose chunk boundaries that do not depend on ``s_q``.
+
+    Returns:
+        A schedule. It holds no lengths: the same object stays valid when those change.
+
+    Raises:
+        TypeError: An argument is not of the type above.
+        ValueError: A size is out of range, or ``extra_topk`` comes without ``extra_kv_format``.
+    """
+    for name, value in (("s_q", s_q), ("h_q", h_q), ("topk", topk), ("extra_topk", extra_topk)):
+        check_type(OP, name, value, int, "an int")
+        if value < 0:
+            fail(OP, name, "not be negative", value)
+    if not 1 <= h_q <= MAX_HEADS:
+        fail(OP, "h_q", f"be 1 to {MAX_HEADS}", h_q)
+    check_type(OP, "kv_format", kv_format, KvFormat, "a mlacast.KvFormat")
+    if extra_kv_format is None and extra_topk:
+        fail(OP, "extra_kv_format", "be given with extra_topk", "None")
+    if extra_kv_format is not None:
+        check_type(OP, "extra_kv_format", extra_kv_format, KvFormat, "a mlacast.KvFormat or None")
+    if num_splits is not None:
+        check_num_splits(OP, num_splits)
+    return SparseDecodeSchedule(
+        s_q, h_q, topk, kv_format, extra_topk, extra_kv_format, num_splits or 1, batch_invariant
+    )
+
+
+def workspace_size(schedule: SparseDecodeSchedule) -> int:
+    """Bytes of scratch memory that a call with this schedule can use.
+
+    Args:
+        schedule: From ``plan_sparse_decode``.
+
+    Returns:
+        float32 partial outputs and lse of every split: ``num_splits * s_q * h_q * (512 + 1) * 4``;
+        0 for one split.
+
+    Raises:
+        TypeError: ``schedule`` is no SparseDecodeSchedule.
+    """
+    check_type(
+        "workspace_size", "schedule", schedule, SparseDecodeSchedule, "a SparseDecodeSchedule"
+    )
+    if schedule.num_splits == 1:
+        return 0
+    return schedule.num_splits * schedule.s_q * schedule.h_q * (D_V + 1) * 4

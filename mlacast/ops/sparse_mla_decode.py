@@ -1,0 +1,369 @@
+"""``sparse_mla_decode``: sparse MLA over paged caches, from query norm to output cast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mlacast.descriptors.kv_format import KvFormat
+from mlacast.descriptors.out_format import OutFormat
+from mlacast.descriptors.rope import Rope
+from mlacast.dispatch.arch import arch_of
+from mlacast.dispatch.select import load, requested_backend, select
+from mlacast.errors import check_tensor, check_type, fail
+from mlacast.ops import value_checks
+from mlacast.ops.output import D_V, Output, features_of, from_arguments, prepare_output
+from mlacast.ops.overlap import check_no_overlap
+from mlacast.ops.query import (
+    check_backend,
+    check_lengths,
+    check_prologue,
+    check_query,
+    check_sink,
+    check_sm_scale,
+    query_features,
+)
+from mlacast.ops.schedule import SparseDecodeSchedule, check_num_splits, workspace_size
+
+OP = "sparse_mla_decode"
+
+
+def sparse_mla_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    kv_format: KvFormat,
+    sm_scale: float,
+    topk_length: torch.Tensor | None = None,
+    extra_k_cache: torch.Tensor | None = None,
+    extra_indices: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+    extra_kv_format: KvFormat | None = None,
+    attn_sink: torch.Tensor | None = None,
+    q_norm_eps: float | None = None,
+    rope: Rope | None = None,
+    q_order: str = "head",
+    schedule: SparseDecodeSchedule | None = None,
+    num_splits: int | None = None,
+    batch_invariant: bool = False,
+    workspace: torch.Tensor | None = None,
+    out: Output | None = None,
+    out_format: OutFormat | None = None,
+    num_groups: int = 1,
+    backend: str | None = None,
+) -> tuple[Output, torch.Tensor]:
+    """Attend each query token to the cache slots that ``indices`` names; optionally quantise.
+
+    The formula is that of ``sparse_mla_prefill``, over the dequantised slots of the main list
+    followed by those of the extra list, under one softmax. Cached values are ``code * scale``,
+    rounded once to bfloat16. The batch is flattened into s_q: a request with several query tokens
+    has several rows.
+
+    Args:
+        q: [s_q, h_q, d_qk] bfloat16, h_q 1..128, last dimension contiguous; d_qk is that of the
+            cache format.
+        k_cache: [num_pages, page_size, bytes] or [num_pages, page_size, 1, bytes] in ``kv_format``;
+            any page_size and any page stride that holds a page. Unselected memory may hold NaN.
+        indices: [s_q, topk] int32 slots (``page * page_size + offset``). topk may be 0.
+        kv_format: Format of ``k_cache``; never inferred.
+        sm_scale: Multiplies q.k before the softmax. The scale of a per-tensor FP8 cache belongs in
+            here.
+        topk_length: [s_q] int32 or None: entries of each row that count, clamped to [0, topk].
+        extra_k_cache: Second pool, or None. Comes with ``extra_indices`` and ``extra_kv_format``.
+        extra_indices: [s_q, extra_topk] int32 slots of the second pool.
+        extra_topk_length: [s_q] int32 or None.
+        extra_kv_format: Format of the second pool.
+        attn_sink: [h_q] float32 or None: joins the softmax denominator once, whatever the splits.
+        q_norm_eps: Epsilon of a weightless RMSNorm of each query head, or None. Not for d_qk = 576.
+        rope: Rotation of the last 64 query dimensions (and of the output, back, for d_qk = 512), or
+            None.
+        q_order: "head" or "chunk16".
+        schedule: From ``plan_sparse_decode``, made for exactly these shapes, or None.
+        num_splits: Ranges of index columns attended apart and merged; None leaves it to schedule
+            and backend.
+        batch_invariant: A row's chunk boundaries depend on that row and the configuration only.
+        workspace: uint8 [n] scratch of at least ``workspace_size(schedule)`` bytes, or None to
+            allocate.
+        out: Buffer to fill: a bfloat16 tensor [s_q, h_q, 512], or a QuantizedTensor of any format
+            with s_q tokens.
+        out_format: Format of the output; None means bfloat16, or that of ``out``.
+        num_groups: Groups of the QuantizedTensor allocated when ``out`` is None.
+        backend: "reference", "triton", "hopper", or None for the best that covers the call.
+
+    Returns:
+        out: ``out`` itself if given, else a bfloat16 tensor [s_q, h_q, 512] or a QuantizedTensor.
+        lse: [s_q, h_q] float32, natural log, without the sink.
+        A row without valid entries gives zeros and -inf. Zero tokens give empty results.
+
+    Raises:
+        TypeError: An argument is not of the Python type above.
+        ValueError: A shape, dtype, stride, device or value breaks the contract; nothing has been
+            written.
+        UnsupportedError: No (or not the named) backend covers the call.
+
+    Determinism: The same call gives the same bits. Partials are float32 and merged in ascending
+        order; norm, sink,
+    rotation and cast are applied once, after the merge.
+
+    Source: FlashMLA 9241ae3 (sparse decode with extra cache); there lse is [b, h_q, s_q] and +inf
+        for an empty row.
+    """
+    sizes: dict[str, Any] = {}
+    check_query(OP, q, "s_q h_q d_qk", sizes)
+    device = q.device
+    _check_pool(OP, "", k_cache, indices, topk_length, kv_format, sizes, device)
+    extra = {
+        "extra_k_cache": extra_k_cache,
+        "extra_indices": extra_indices,
+        "extra_kv_format": extra_kv_format,
+    }
+    if any(value is not None for value in extra.values()):
+        for name, value in extra.items():
+            if value is None:
+                fail(
+                    OP,
+                    name,
+                    "be given with " + " and ".join(key for key in extra if key != name),
+                    "None",
+                )
+        _check_pool(
+            OP,
+            "extra_",
+            extra_k_cache,
+            extra_indices,
+            extra_topk_length,
+            extra_kv_format,
+            sizes,
+            device,
+        )
+    elif extra_topk_length is not None:
+        fail(OP, "extra_topk_length", "be None without extra_k_cache", "a value")
+    check_sm_scale(OP, sm_scale)
+    check_sink(OP, attn_sink, sizes, device)
+    check_prologue(OP, q, sizes, q_norm_eps, rope, q_order)
+    check_backend(OP, backend)
+    check_type(OP, "batch_invariant", batch_invariant, bool, "a bool")
+    s_q, h_q, topk = q.shape[0], q.shape[1], indices.shape[1]
+    extra_topk = 0 if extra_indices is None else extra_indices.shape[1]
+    if num_splits is not None:
+        check_num_splits(OP, num_splits)
+    if schedule is not None:
+        check_type(OP, "schedule", schedule, SparseDecodeSchedule, "a SparseDecodeSchedule or None")
+        schedule.check_matches(
+            OP,
+            s_q=s_q,
+            h_q=h_q,
+            topk=topk,
+            kv_format=kv_format,
+            extra_topk=extra_topk,
+            extra_kv_format=extra_kv_format,
+        )
+        if num_splits is not None and num_splits != schedule.num_splits:
+            fail(OP, "num_splits", f"be None or the schedule's {schedule.num_splits}", num_splits)
+        num_splits = schedule.num_splits
+        batch_invariant = batch_invariant or schedule.batch_invariant
+    if workspace is not None:
+        check_tensor(
+            OP, "workspace", workspace, "n", {}, dtype=torch.uint8, device=device, contiguous=True
+        )
+        needed = 0 if schedule is None else workspace_size(schedule)
+        if workspace.shape[0] < needed:
+            fail(
+                OP,
+                "workspace",
+                f"hold {needed} bytes (workspace_size(schedule))",
+                workspace.shape[0],
+            )
+    result, target = prepare_output(
+        OP, out, out_format, num_groups, shape=(s_q, h_q, D_V), device=device
+    )
+    lse = torch.empty((s_q, h_q), dtype=torch.float32, device=device)
+    torch.ops.mlacast.sparse_mla_decode(
+        q,
+        k_cache,
+        indices,
+        target.data,
+        target.sf,
+        lse,
+        kv_format.name,
+        float(sm_scale),
+        topk_length,
+        extra_k_cache,
+        extra_indices,
+        extra_topk_length,
+        None if extra_kv_format is None else extra_kv_format.name,
+        attn_sink,
+        None if q_norm_eps is None else float(q_norm_eps),
+        None if rope is None else rope.cos_sin_cache,
+        None if rope is None else rope.positions,
+        "interleaved" if rope is None else rope.pairing,
+        q_order,
+        num_splits,
+        batch_invariant,
+        workspace,
+        target.out_format,
+        target.scale,
+        target.row_start,
+        target.total_tokens,
+        backend or "",
+    )
+    return result, lse
+
+
+def _check_pool(
+    op: str,
+    prefix: str,
+    cache: torch.Tensor | None,
+    indices: torch.Tensor | None,
+    topk_length: torch.Tensor | None,
+    kv_format: KvFormat | None,
+    sizes: dict[str, Any],
+    device: torch.device,
+) -> None:
+    """Check one pool: format, cache, indices, lengths, and that its rows fit the query."""
+    check_type(op, f"{prefix}kv_format", kv_format, KvFormat, "a mlacast.KvFormat")
+    if not isinstance(cache, torch.Tensor):
+        raise TypeError(f"{op}: {prefix}k_cache must be a torch.Tensor, got {type(cache).__name__}")
+    if cache.device != device:
+        fail(op, f"{prefix}k_cache", f"be on {device} like the other arguments", cache.device)
+    assert kv_format is not None, "check_type has refused None"
+    _, _, d_qk = kv_format.check_cache(op, f"{prefix}k_cache", cache)
+    if d_qk != sizes["d_qk"]:
+        fail(
+            op,
+            f"{prefix}k_cache",
+            f"hold rows of d_qk={sizes['d_qk']} like q",
+            f"{d_qk} ({kv_format!r})",
+        )
+    check_tensor(
+        op,
+        f"{prefix}indices",
+        indices,
+        f"s_q {prefix}topk",
+        sizes,
+        dtype=torch.int32,
+        device=device,
+        last_dim_contiguous=True,
+    )
+    check_lengths(op, f"{prefix}topk_length", topk_length, sizes, device)
+
+
+def required_features(
+    q: torch.Tensor,
+    kv_format: str,
+    extra_kv_format: str | None,
+    q_norm_eps: float | None,
+    rope_pairing: str | None,
+    q_order: str,
+    attn_sink: torch.Tensor | None,
+    out_format: str,
+) -> frozenset[str]:
+    """Features that a backend needs for this call."""
+    query = query_features(q.shape[-1], q_norm_eps, rope_pairing, q_order, attn_sink is not None)
+    pools = {f"kv:{kv_format}"}
+    if extra_kv_format is not None:
+        pools.add(f"extra_kv:{extra_kv_format}")
+    return query | pools | features_of(out_format)
+
+
+def run(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    indices: torch.Tensor,
+    out_data: torch.Tensor,
+    out_sf: torch.Tensor | None,
+    lse: torch.Tensor,
+    kv_format: str,
+    sm_scale: float,
+    topk_length: torch.Tensor | None,
+    extra_k_cache: torch.Tensor | None,
+    extra_indices: torch.Tensor | None,
+    extra_topk_length: torch.Tensor | None,
+    extra_kv_format: str | None,
+    attn_sink: torch.Tensor | None,
+    q_norm_eps: float | None,
+    cos_sin_cache: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    pairing: str,
+    q_order: str,
+    num_splits: int | None,
+    batch_invariant: bool,
+    workspace: torch.Tensor | None,
+    out_format: str,
+    out_scale: torch.Tensor | None,
+    row_start: int,
+    total_tokens: int,
+    backend: str,
+) -> None:
+    """Eager body of ``torch.ops.mlacast.sparse_mla_decode``."""
+    if (cos_sin_cache is None) != (positions is None):
+        fail(OP, "cos_sin_cache", "come with positions", "one without the other")
+    features = required_features(
+        q,
+        kv_format,
+        extra_kv_format,
+        q_norm_eps,
+        None if positions is None else pairing,
+        q_order,
+        attn_sink,
+        out_format,
+    )
+    impl = select(OP, features, arch_of(q.device), requested_backend(OP, backend))
+    if q.shape[0] == 0:
+        return
+    check_no_overlap(
+        OP,
+        [("out", out_data), ("out.sf", out_sf), ("lse", lse), ("workspace", workspace)],
+        [
+            ("q", q),
+            ("k_cache", k_cache),
+            ("indices", indices),
+            ("topk_length", topk_length),
+            ("extra_k_cache", extra_k_cache),
+            ("extra_indices", extra_indices),
+            ("extra_topk_length", extra_topk_length),
+            ("attn_sink", attn_sink),
+            ("rope.cos_sin_cache", cos_sin_cache),
+            ("rope.positions", positions),
+        ],
+    )
+    if value_checks.validation_requested(OP, q.device):
+        live = value_checks.live_rows(indices, topk_length)
+        value_checks.check_lengths(OP, "topk_length", topk_length, indices.shape[-1])
+        value_checks.check_indices(
+            OP, "indices", indices, topk_length, k_cache.shape[0] * k_cache.shape[1]
+        )
+        if extra_indices is not None and extra_k_cache is not None:
+            slots = extra_k_cache.shape[0] * extra_k_cache.shape[1]
+            value_checks.check_lengths(
+                OP, "extra_topk_length", extra_topk_length, extra_indices.shape[-1]
+            )
+            value_checks.check_indices(OP, "extra_indices", extra_indices, extra_topk_length, slots)
+            live = live | value_checks.live_rows(extra_indices, extra_topk_length)
+        value_checks.check_positions(OP, positions, cos_sin_cache, live)
+    rope = None
+    if cos_sin_cache is not None and positions is not None:
+        rope = Rope(cos_sin_cache, positions, pairing)
+    load(impl.target)(
+        q,
+        k_cache,
+        indices,
+        kv_format=KvFormat.from_name(kv_format),
+        sm_scale=sm_scale,
+        topk_length=topk_length,
+        extra_k_cache=extra_k_cache,
+        extra_indices=extra_indices,
+        extra_topk_length=extra_topk_length,
+        extra_kv_format=None if extra_kv_format is None else KvFormat.from_name(extra_kv_format),
+        attn_sink=attn_sink,
+        q_norm_eps=q_norm_eps,
+        rope=rope,
+        q_order=q_order,
+        num_splits=num_splits,
+        batch_invariant=batch_invariant,
+        workspace=workspace,
+        out=from_arguments(out_data, out_sf, out_format, out_scale, row_start, total_tokens),
+        lse=lse,
+    )

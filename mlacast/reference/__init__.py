@@ -1,0 +1,23 @@
+"""The specification: every operation in plain torch, total, one token at a time."""
+
+from mlacast.reference.dense_mla_decode import dense_mla_decode
+from mlacast.reference.epilogue import apply_sink, epilogue
+from mlacast.reference.grouped_out_project import grouped_out_project
+from mlacast.reference.merge_attention_states import merge_attention_states
+from mlacast.reference.prologue import prologue
+from mlacast.reference.quantize_output import quantize_output
+from mlacast.reference.sparse_mla_decode import combine_splits, sparse_mla_decode
+from mlacast.reference.sparse_mla_prefill import sparse_mla_prefill
+
+__all__ = [
+    "apply_sink",
+    "combine_splits",
+    "dense_mla_decode",
+    "epilogue",
+    "grouped_out_project",
+    "merge_attention_states",
+    "prologue",
+    "quantize_output",
+    "sparse_mla_decode",
+    "sparse_mla_prefill",
+]

@@ -1,0 +1,24 @@
+"""Reference of ``grouped_out_project``, the GEMM that consumes the quantised output."""
+
+from __future__ import annotations
+
+import torch
+
+from mlacast.descriptors.quantized_tensor import QuantizedTensor
+
+
+def grouped_out_project(
+    out: QuantizedTensor, weight: torch.Tensor, *, compute_dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Multiply each group of features with its own matrix: ``bhr,hdr->bhd``.
+
+    Args:
+        out: [T, g, f] in any format.
+        weight: [g, d_out, f], natural head order.
+        compute_dtype: torch.float32, or torch.float64 on request.
+
+    Returns:
+        [T, g, d_out] in ``compute_dtype``.
+    """
+    values = out.dequantize().to(compute_dtype)
+    return torch.einsum("bhr,hdr->bhd", values, weight.to(compute_dtype))

@@ -1,0 +1,114 @@
+"""The reference as a backend: run it, then store the result in the caller's buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mlacast.descriptors.kv_format import KvFormat
+from mlacast.descriptors.quantized_tensor import QuantizedTensor
+from mlacast.reference.dense_mla_decode import dense_mla_decode as _dense
+from mlacast.reference.grouped_out_project import grouped_out_project as _project
+from mlacast.reference.merge_attention_states import merge_attention_states as _merge
+from mlacast.reference.quantize_output import quantize_output as _quantize
+from mlacast.reference.sparse_mla_decode import sparse_mla_decode as _decode
+from mlacast.reference.sparse_mla_prefill import sparse_mla_prefill as _prefill
+
+
+def _store(values: torch.Tensor, out: QuantizedTensor) -> None:
+    """Regroup [T, h, d] (or [B, Q, h, d]) heads into the buffer's groups and store them."""
+    _quantize(values.reshape(out.num_tokens, out.num_groups, out.features), out)
+
+
+def sparse_mla_prefill(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    out: QuantizedTensor,
+    max_logits: torch.Tensor,
+    lse: torch.Tensor,
+    **options: Any,
+) -> None:
+    """Fill ``out``, ``max_logits`` and ``lse``; options are those of the reference function."""
+    values, row_max, row_lse = _prefill(q, kv, indices, **options)
+    _store(values, out)
+    max_logits.copy_(row_max)
+    lse.copy_(row_lse)
+
+
+def sparse_mla_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    out: QuantizedTensor,
+    lse: torch.Tensor,
+    batch_invariant: bool,
+    workspace: torch.Tensor | None,
+    **options: Any,
+) -> None:
+    """Fill ``out`` and ``lse``.
+
+    The reference always is batch invariant and keeps its partials itself, so those two arguments
+    change nothing here.
+    """
+    del batch_invariant, workspace
+    values, row_lse = _decode(q, k_cache, indices, **options)
+    _store(values, out)
+    lse.copy_(row_lse)
+
+
+def dense_mla_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    out: QuantizedTensor,
+    lse: torch.Tensor,
+    **options: Any,
+) -> None:
+    """Fill ``out`` (one row per token of the flattened batch) and ``lse``."""
+    values, row_lse = _dense(q, k_cache, page_table, seq_lens, **options)
+    _store(values, out)
+    lse.copy_(row_lse)
+
+
+def merge_attention_states(
+    outs: list[torch.Tensor],
+    lses: list[torch.Tensor],
+    *,
+    lse_layout: str,
+    out: QuantizedTensor,
+    lse: torch.Tensor,
+) -> None:
+    """Fill ``out`` and ``lse``."""
+    values, merged_lse = _merge(outs, lses, lse_layout=lse_layout)
+    _store(values, out)
+    lse.copy_(merged_lse)
+
+
+def quantize_output(x: torch.Tensor, *, out: QuantizedTensor) -> None:
+    """Fill ``out`` from rows [T, K]."""
+    _store(x, out)
+
+
+def kv_cache_append(
+    latent: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, *, kv_format: KvFormat
+) -> None:
+    """Write the addressed records of ``cache``."""
+    kv_format.append(latent, slots, cache)
+
+
+def kv_cache_gather(
+    cache: torch.Tensor, slots: torch.Tensor, *, kv_format: KvFormat
+) -> torch.Tensor:
+    """Dequantise the addressed records to bfloat16."""
+    return kv_format.gather(cache, slots)
+
+
+def grouped_out_project(out: QuantizedTensor, weight: torch.Tensor) -> torch.Tensor:
+    """Project in float32 and round once to the weight's dtype."""
+    return _project(out, weight).to(weight.dtype)
