@@ -16,7 +16,7 @@ Item = TypeVar("Item")
 
 
 def print_json(value: Any) -> None:
-    """Print ``value`` as JSON. NaN and infinities, which JSON has no words for, raise ValueError."""
+    """Print ``value`` as JSON; NaN and infinities, unknown to JSON, raise ValueError."""
     typer.echo(json.dumps(value, indent=2, allow_nan=False))
 
 

@@ -18,6 +18,8 @@ from mlacast.layouts.paging import PageLayout, read_records, write_records
 
 BYTE_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 LATENT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Sizes are symbols while a graph is traced with dynamic shapes.
+INTS = (int, torch.SymInt)
 SLOT_DTYPES = (torch.int32, torch.int64)
 ELEMENT_D_QK = (512, 576)
 
@@ -57,7 +59,7 @@ class KvFormat:
         placement: ``"inline"``, scales behind each token's data, or ``"footer"``, behind the data
             of the whole page.
         page_align: Multiple that the bytes of an allocated page are rounded up to.
-        byte_map: Fields of a record; empty for BF16 and FP8.
+        byte_map: Fields of a record; for BF16 and FP8 those of 576 values.
         element_dtype: Element type of BF16 and FP8, None for byte records.
         record: Name of the record's encoding in ``mlacast.formats.kv_record``; None for BF16.
     """
@@ -150,7 +152,7 @@ class KvFormat:
             element [p, t] is not token t.
         """
         op = "KvFormat.allocate"
-        check_type(op, "num_pages", num_pages, int, "an int")
+        check_type(op, "num_pages", num_pages, INTS, "an int")
         if num_pages < 0:
             fail(op, "num_pages", "be at least 0", num_pages)
         payload = self._payload(op, page_size, d_qk)
@@ -268,7 +270,7 @@ class KvFormat:
         return 2 if self.element_dtype == torch.bfloat16 else 1
 
     def _payload(self, op: str, page_size: int, d_qk: int | None) -> int:
-        check_type(op, "page_size", page_size, int, "an int")
+        check_type(op, "page_size", page_size, INTS, "an int")
         if page_size < 1:
             fail(op, "page_size", "be at least 1", page_size)
         return page_size * (self._data_bytes(op, d_qk) + self.scale_bytes)
@@ -281,18 +283,20 @@ class KvFormat:
     def _check_width(self, op: str, argument: str, cache: Tensor) -> None:
         """Check dtype and bytes per token; messages name format, expected and received bytes."""
         expected = self._expected_bytes()
-        wanted = " or ".join(str(count) for count in expected)
         received = cache.shape[-1] * cache.element_size()
         dtypes = (torch.bfloat16,) if self.element_dtype == torch.bfloat16 else BYTE_DTYPES
+        if cache.dtype in dtypes and received in expected:
+            return
+        wanted = " or ".join(str(count) for count in expected)
         if cache.dtype not in dtypes:
             names = " or ".join(dtype_name(dtype) for dtype in dtypes)
             requirement = f"have dtype {names} for {self!r} ({wanted} bytes per token)"
-            actual = f"{dtype_name(cache.dtype)} ({received} bytes per token)"
-            fail(op, argument, requirement, actual)
-        if received not in expected:
-            requirement = f"have {wanted} bytes per token for {self!r}"
-            actual = f"{received} in shape {list(cache.shape)}"
-            fail(op, argument, requirement, actual, _formats_of(received, cache.dtype))
+            fail(
+                op, argument, requirement, f"{dtype_name(cache.dtype)} ({received} bytes per token)"
+            )
+        actual = f"{received} in shape {list(cache.shape)}"
+        remedy = _formats_of(received, cache.dtype)
+        fail(op, argument, f"have {wanted} bytes per token for {self!r}", actual, remedy)
 
     def _check_strides(self, op: str, argument: str, cache: Tensor) -> None:
         num_pages, page_size, width = cache.shape[0], cache.shape[1], cache.shape[-1]
@@ -361,6 +365,11 @@ def _byte_format(
 
 
 def _element_format(name: str, record: str | None, dtype: torch.dtype) -> KvFormat:
+    size, code = (2, "bfloat16") if dtype == torch.bfloat16 else (1, "e4m3")
+    byte_map = (
+        ByteField("latent", 0, 512 * size, code, note="dims 0..511"),
+        ByteField("rope", 512 * size, 576 * size, code, note="dims 512..575, if d_qk is 576"),
+    )
     return KvFormat(
         name=name,
         d_qk=None,
@@ -368,7 +377,7 @@ def _element_format(name: str, record: str | None, dtype: torch.dtype) -> KvForm
         scale_bytes=0,
         placement="inline",
         page_align=1,
-        byte_map=(),
+        byte_map=byte_map,
         element_dtype=dtype,
         record=record,
     )

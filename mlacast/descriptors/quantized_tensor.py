@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from mlacast.descriptors.out_format import Nvfp4, OutFormat
-from mlacast.errors import check_tensor, check_type, fail
+from mlacast.descriptors.quantized_checks import check_data, check_sf
+from mlacast.errors import check_type, fail
 from mlacast.formats import (
     decode_e4m3,
     dequantize_fp8_group,
@@ -20,11 +21,13 @@ from mlacast.formats import (
     unpack_ue8m0_words,
 )
 from mlacast.layouts.element_order import from_chunk32
-from mlacast.layouts.sf_mn_major import allocate_mn_major, ceil4
+from mlacast.layouts.sf_mn_major import allocate_mn_major_padded, ceil4
 from mlacast.layouts.sf_row_major import allocate_row_major
 from mlacast.layouts.sf_swizzled_128x4 import gather_swizzled, swizzled_shape
 
 OP = "QuantizedTensor"
+# Sizes are symbols while a graph is traced with dynamic shapes.
+INTS = (int, torch.SymInt)
 
 
 class QuantizedTensor:
@@ -58,8 +61,8 @@ class QuantizedTensor:
         total_tokens: int | None = None,
     ) -> None:
         check_type(OP, "format", format, OutFormat, "an OutFormat")
-        check_type(OP, "row_start", row_start, int, "an int")
-        _check_data(data, format)
+        check_type(OP, "row_start", row_start, INTS, "an int")
+        check_data(OP, data, format)
         rows = data.shape[0]
         if num_tokens is not None and num_tokens != rows:
             fail(OP, "num_tokens", f"be the {rows} rows of data", num_tokens)
@@ -70,12 +73,14 @@ class QuantizedTensor:
             requirement = f"be at least row_start + num_tokens = {row_start + rows}"
             fail(OP, "total_tokens", requirement, total)
         self.data = data
-        self.sf = sf
         self.format = format
         self.row_start = row_start
         self.num_tokens = rows
         self.total_tokens = total
-        self._check_sf()
+        check_sf(OP, sf, data, self.features, total, format)
+        self._sf_rows = sf
+        if sf is not None and self._may_own_padding:
+            self._sf_rows = _with_mn_major_padding(sf, total)
 
     @staticmethod
     def empty(
@@ -95,9 +100,9 @@ class QuantizedTensor:
             device: Where to allocate.
         """
         op = "QuantizedTensor.empty"
-        check_type(op, "num_tokens", num_tokens, int, "an int")
-        check_type(op, "num_groups", num_groups, int, "an int")
-        check_type(op, "features", features, int, "an int")
+        check_type(op, "num_tokens", num_tokens, INTS, "an int")
+        check_type(op, "num_groups", num_groups, INTS, "an int")
+        check_type(op, "features", features, INTS, "an int")
         check_type(op, "format", format, OutFormat, "an OutFormat")
         if num_tokens < 0:
             fail(op, "num_tokens", "be at least 0", num_tokens)
@@ -107,7 +112,18 @@ class QuantizedTensor:
         shape = (num_tokens, num_groups, format.data_features(features))
         data = torch.empty(shape, dtype=format.data_dtype, device=device)
         sf = _allocate_sf(num_tokens, num_groups, features, format, device)
-        return QuantizedTensor(data, sf, format)
+        rows = sf[:num_tokens] if sf is not None and format.sf_layout == "mn_major" else sf
+        buffer = QuantizedTensor(data, rows, format)
+        buffer._sf_rows = sf
+        return buffer
+
+    @property
+    def sf(self) -> Tensor | None:
+        """Scale factors: the rows of the range, the whole buffer for Nvfp4, None without any."""
+        rows = self._sf_rows
+        if rows is None or not self._may_own_padding:
+            return rows
+        return rows[: self.num_tokens]
 
     @property
     def num_groups(self) -> int:
@@ -141,15 +157,17 @@ class QuantizedTensor:
         start = _bound(index.start, 0, self.num_tokens)
         stop = _bound(index.stop, self.num_tokens, self.num_tokens)
         stop = max(start, stop)
-        swizzled = self.format.sf_layout == "swizzled_128x4"
-        sf = self.sf if self.sf is None or swizzled else self.sf[start:stop]
-        return QuantizedTensor(
+        rows, swizzled = self._sf_rows, self.format.sf_layout == "swizzled_128x4"
+        part = QuantizedTensor(
             self.data[start:stop],
-            sf,
+            rows if rows is None or swizzled else rows[start:stop],
             self.format,
             self.row_start + start,
             total_tokens=self.total_tokens,
         )
+        if rows is not None and part._may_own_padding:
+            part._sf_rows = rows[start:]
+        return part
 
     def __repr__(self) -> str:
         stop = self.row_start + self.num_tokens
@@ -159,24 +177,23 @@ class QuantizedTensor:
             f"format={self.format!r}, device={self.device})"
         )
 
+    @property
+    def _may_own_padding(self) -> bool:
+        """Whether the rows that pad MN-major columns are part of what this range writes.
+
+        An empty range owns nothing: the range before it ends the buffer as well.
+        """
+        return self.format.sf_layout == "mn_major" and self.ends_buffer and self.num_tokens > 0
+
     def sf_rows_with_padding(self) -> Tensor | None:
         """Return the scale factors that the writer of this range owns, None if there are none.
 
         The rows of the range; and, when the range ends an MN-major buffer, also the rows that pad
         each column to ``ceil4(total_tokens)``, provided the columns are that far apart and the
-        storage reaches so far. For Nvfp4 the whole buffer.
+        storage reaches so far. For Nvfp4 the whole buffer. A buffer that a compiled function makes
+        from tensors of the caller (not by `empty`) counts as having no such rows.
         """
-        sf = self.sf
-        if sf is None or self.format.sf_layout != "mn_major" or not self.ends_buffer:
-            return sf
-        if self.num_tokens == 0:
-            # The range before an empty one ends the buffer too and owns the padding.
-            return sf
-        padding = ceil4(self.total_tokens) - self.total_tokens
-        if padding == 0 or not self._has_mn_major_padding(sf, padding):
-            return sf
-        shape = (self.num_tokens + padding, sf.shape[1], sf.shape[2])
-        return sf.as_strided(shape, (1, sf.stride(1), sf.stride(2)), sf.storage_offset())
+        return self._sf_rows
 
     def dequantize(self) -> Tensor:
         """Return the values, float32 [num_tokens, num_groups, features], in natural head order.
@@ -200,64 +217,11 @@ class QuantizedTensor:
         values = dequantize_fp8_group(data, factors, format.sf_vec_size)
         return from_chunk32(values) if format.order == "chunk32" else values
 
-    def _has_mn_major_padding(self, sf: Tensor, padding: int) -> bool:
-        """Whether every column's padding lies inside the storage and before the next column."""
-        column = self.total_tokens + padding
-        _, groups, words = sf.shape
-        if words > 1 and sf.stride(2) < column:
-            return False
-        if groups > 1 and sf.stride(1) < (words - 1) * sf.stride(2) + column:
-            return False
-        last = sf.storage_offset() + (groups - 1) * sf.stride(1) + (words - 1) * sf.stride(2)
-        end = last + self.num_tokens + padding
-        return end * sf.element_size() <= sf.untyped_storage().nbytes()
-
-    def _check_sf(self) -> None:
-        sf, format = self.sf, self.format
-        if not format.has_sf:
-            if sf is not None:
-                fail(OP, "sf", f"be None for {format.key}", type(sf).__name__)
-            return
-        if sf is None:
-            fail(OP, "sf", f"be given for {format.key}", None)
-        format.check_features(OP, self.features)
-        device, dtype = self.data.device, format.sf_dtype
-        if format.sf_layout == "swizzled_128x4":
-            columns = self.num_groups * format.sf_words(self.features)
-            sf_rows, sf_columns = swizzled_shape(self.total_tokens, columns)
-            sizes = {"sf_rows": sf_rows, "sf_columns": sf_columns}
-            remedy = f"the whole buffer of total_tokens = {self.total_tokens} is wanted"
-            dims = "sf_rows sf_columns"
-            check_tensor(
-                OP,
-                "sf",
-                sf,
-                dims,
-                sizes,
-                dtype=dtype,
-                device=device,
-                contiguous=True,
-                remedy=remedy,
-            )
-            return
-        sizes = {
-            "num_tokens": self.num_tokens,
-            "num_groups": self.num_groups,
-            "words": format.sf_words(self.features),
-        }
-        dims = "num_tokens num_groups words"
-        check_tensor(OP, "sf", sf, dims, sizes, dtype=dtype, device=device)
-        if sf.numel() == 0:
-            return
-        if format.sf_layout == "mn_major":
-            _check_mn_major(sf)
-        else:
-            _check_row_strides("sf", sf)
-
 
 def _allocate_sf(
     num_tokens: int, num_groups: int, features: int, format: OutFormat, device: torch.device | str
 ) -> Tensor | None:
+    """Return zeroed scale factors of a whole buffer, with the rows that pad MN-major columns."""
     dtype, words = format.sf_dtype, format.sf_words(features)
     if dtype is None:
         return None
@@ -265,54 +229,38 @@ def _allocate_sf(
         shape = swizzled_shape(num_tokens, num_groups * words)
         return torch.zeros(shape, dtype=torch.uint8, device=device).view(dtype)
     if format.sf_layout == "mn_major":
-        return allocate_mn_major(num_tokens, num_groups, words, dtype, device)
+        return allocate_mn_major_padded(num_tokens, num_groups, words, dtype, device)
     return allocate_row_major(num_tokens, num_groups, words, dtype, device)
+
+
+def _with_mn_major_padding(sf: Tensor, total_tokens: int) -> Tensor:
+    """Extend the last rows of an MN-major buffer by the rows that pad its columns, if it has them.
+
+    It has them when every column reaches ``ceil4(total_tokens)`` before the next one starts and
+    before the storage ends.
+    """
+    num_tokens, groups, words = sf.shape
+    padding = ceil4(total_tokens) - total_tokens
+    # Storage cannot be asked while a compiler traces, and padding outside of what it sees as the
+    # tensor would be lost when it makes mutation explicit.
+    if torch.compiler.is_compiling() or padding == 0 or num_tokens == 0:
+        return sf
+    column = total_tokens + padding
+    if words > 1 and sf.stride(2) < column:
+        return sf
+    if groups > 1 and sf.stride(1) < (words - 1) * sf.stride(2) + column:
+        return sf
+    last = sf.storage_offset() + (groups - 1) * sf.stride(1) + (words - 1) * sf.stride(2)
+    if (last + num_tokens + padding) * sf.element_size() > sf.untyped_storage().nbytes():
+        return sf
+    return sf.as_strided((num_tokens + padding, groups, words), (1, sf.stride(1), sf.stride(2)))
 
 
 def _bound(value: int | None, default: int, length: int) -> int:
     """Read one bound of a slice as Python does: negative from the end, clamped to 0..length."""
     if value is None:
         return default
-    check_type(OP, "index", value, int, "a slice of ints")
+    check_type(OP, "index", value, INTS, "a slice of ints")
     if value < 0:
         value = value + length
     return min(max(value, 0), length)
-
-
-def _check_data(data: object, format: OutFormat) -> None:
-    dims = "num_tokens num_groups features"
-    if isinstance(format, Nvfp4):
-        dims = "num_tokens num_groups features/2"
-    remedy = f"the format is {format.key}"
-    check_tensor(OP, "data", data, dims, {}, dtype=format.data_dtype, remedy=remedy)
-    assert isinstance(data, Tensor), "check_tensor let something else than a tensor pass"
-    if data.shape[1] < 1 or data.shape[2] < 1:
-        fail(OP, "data", "have at least one group of one feature", f"shape {list(data.shape)}")
-    if data.shape[0] > 0:
-        _check_row_strides("data", data)
-
-
-def _check_row_strides(argument: str, x: Tensor) -> None:
-    """Require a contiguous last dimension and rows of tokens and groups that do not overlap."""
-    tokens, groups, width = x.shape
-    token_stride = x.stride(0) if tokens > 1 else groups * width
-    group_stride = x.stride(1) if groups > 1 else width
-    contiguous = width == 1 or x.stride(2) == 1
-    token_major = group_stride >= width and token_stride >= (groups - 1) * group_stride + width
-    if contiguous and token_major:
-        return
-    group_major = token_stride >= width and group_stride >= (tokens - 1) * token_stride + width
-    if not (contiguous and (group_major or (groups == 1 and token_stride >= width))):
-        requirement = "have a contiguous last dimension and rows that do not overlap"
-        fail(OP, argument, requirement, f"strides {list(x.stride())} for shape {list(x.shape)}")
-
-
-def _check_mn_major(sf: Tensor) -> None:
-    """Require stride 1 along tokens and columns that do not overlap."""
-    tokens, groups, words = sf.shape
-    word_stride = sf.stride(2) if words > 1 else tokens
-    group_stride = sf.stride(1) if groups > 1 else words * word_stride
-    unit = tokens == 1 or sf.stride(0) == 1
-    if not (unit and word_stride >= tokens and group_stride >= words * word_stride):
-        requirement = "be MN-major: strides (1, >= words * stride(2), >= num_tokens)"
-        fail(OP, "sf", requirement, f"strides {list(sf.stride())} for shape {list(sf.shape)}")

@@ -18,6 +18,7 @@ from mlacast.layouts.element_order import (
 from mlacast.layouts.paging import PageLayout, read_records, record_planes, write_records
 from mlacast.layouts.sf_mn_major import (
     allocate_mn_major,
+    allocate_mn_major_padded,
     from_mn_major,
     mn_major_offset,
     mn_major_strides,
@@ -42,6 +43,7 @@ from mlacast.layouts.sf_swizzled_128x4 import (
 __all__ = [
     "PageLayout",
     "allocate_mn_major",
+    "allocate_mn_major_padded",
     "allocate_row_major",
     "chunk16_position",
     "chunk32_position",

@@ -27,6 +27,23 @@ def mn_major_offset(token: int, group: int, word: int, num_tokens: int, words: i
     return token + (group * words + word) * ceil4(num_tokens)
 
 
+def allocate_mn_major_padded(
+    num_tokens: int,
+    num_groups: int,
+    words: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Return a zero-filled view [ceil4(num_tokens), num_groups, words] with `mn_major_strides`."""
+    column = ceil4(num_tokens)
+    if column == 0:
+        # Without tokens torch would pick other strides than the formula.
+        strides = mn_major_strides(0, num_groups, words)
+        return torch.empty_strided((0, num_groups, words), strides, dtype=dtype, device=device)
+    columns = torch.zeros((num_groups, words, column), dtype=dtype, device=device)
+    return columns.permute(2, 0, 1)
+
+
 def allocate_mn_major(
     num_tokens: int,
     num_groups: int,
@@ -39,13 +56,8 @@ def allocate_mn_major(
     The rows that pad a column belong to the storage and are zero too. Zero tokens give an empty
     view.
     """
-    column = ceil4(num_tokens)
-    storage = torch.zeros(num_groups * words * column, dtype=dtype, device=device)
-    # Spelled out, because slicing and permuting would leave other strides behind when there are no
-    # tokens.
-    return storage.as_strided(
-        (num_tokens, num_groups, words), mn_major_strides(num_tokens, num_groups, words)
-    )
+    padded = allocate_mn_major_padded(num_tokens, num_groups, words, dtype, device)
+    return padded[:num_tokens]
 
 
 def to_mn_major(linear: Tensor) -> Tensor:

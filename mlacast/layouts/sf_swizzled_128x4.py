@@ -44,6 +44,8 @@ def _check_rows(op: str, buffer: Tensor, row_start: int, num_rows: int, columns:
     if buffer.element_size() != 1 or buffer.dim() != 2 or not buffer.is_contiguous():
         actual = f"shape {list(buffer.shape)}, strides {buffer.stride()}, {buffer.dtype}"
         fail(op, "buffer", "be a contiguous 2-D tensor of one-byte elements", actual)
+    if row_start < 0:
+        fail(op, "row_start", "be at least 0", row_start)
     rows, width = swizzled_shape(row_start + num_rows, columns)
     if buffer.shape[0] % 128 or buffer.shape[0] < rows or buffer.shape[1] != width:
         requirement = f"have shape [multiple of 128 and at least {rows}, {width}]"
@@ -66,8 +68,12 @@ def scatter_swizzled(buffer: Tensor, values: Tensor, row_start: int) -> None:
         row_start: First absolute row; any row.
 
     Raises:
-        ValueError: A buffer that is too small, not contiguous or not of bytes.
+        ValueError: A buffer that is too small, not contiguous or not of bytes; values of another
+            kind.
     """
+    if values.dim() != 2 or values.element_size() != 1:
+        actual = f"shape {list(values.shape)} of {values.dtype}"
+        fail("scatter_swizzled", "values", "be a 2-D tensor of one-byte elements", actual)
     num_rows, columns = values.shape
     _check_rows("scatter_swizzled", buffer, row_start, num_rows, columns)
     flat = buffer.view(torch.uint8).view(-1)

@@ -164,10 +164,11 @@ def check_alignment(op: str, out_fp8: torch.Tensor | None) -> None:
 
 def check_prefill(call: PrefillCall) -> None:
     """Raise the error of the first rule of the fused prefill that the call breaks."""
-    op, device = PREFILL, call.q.device
+    op = PREFILL
     sizes: dict[str, Any] = {}
     _check_flags(op, call, call.d_v)
     _check_query(op, call, sizes)
+    device = call.q.device
     check_tensor(
         op,
         "kv",
@@ -191,10 +192,11 @@ def check_decode(call: DecodeCall) -> tuple[KvFormat, KvFormat | None]:
     Returns:
         The format of the cache and that of the extra cache, None without one.
     """
-    op, device = DECODE, call.q.device
+    op = DECODE
     sizes: dict[str, Any] = {}
     _check_flags(op, call, call.d_v)
     _check_query(op, call, sizes)
+    device = call.q.device
     placement = v41_placement() if call.v41_placement is None else call.v41_placement
     check_choice(op, "v41_placement", placement, ("footer", "inline"))
     kv_format = infer_kv_format(op, "k_cache", call.k_cache, D_QK, placement, device)

@@ -18,8 +18,11 @@ from mlacast.compat.flash_mla._fused_calls import DecodeCall, FusedCall, Prefill
 from mlacast.descriptors.out_format import Mxfp8
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.descriptors.rope import Rope
+from mlacast.layouts.sf_mn_major import allocate_mn_major
 from mlacast.ops.sparse_mla_decode import sparse_mla_decode
 from mlacast.ops.sparse_mla_prefill import sparse_mla_prefill
+
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 _FORMAT = Mxfp8("chunk32")
 
@@ -43,27 +46,31 @@ _DECODE_SCHEMA = (
 )
 
 
-def _fresh_buffer(call: FusedCall) -> QuantizedTensor:
-    return QuantizedTensor.empty(
-        call.q.shape[0], call.n_wv_group, call.group_width, _FORMAT, call.q.device
+def _fresh_pair(call: FusedCall) -> Pair:
+    s_q, width = call.q.shape[0], call.group_width
+    codes = call.q.new_empty((s_q, call.n_wv_group, width), dtype=torch.float8_e4m3fn)
+    words = _FORMAT.sf_words(width)
+    return codes, allocate_mn_major(s_q, call.n_wv_group, words, torch.int32, call.q.device)
+
+
+def _zero_size_pair(call: FusedCall) -> Pair:
+    return (
+        call.q.new_empty(0, dtype=torch.float8_e4m3fn),
+        call.q.new_empty(0, dtype=torch.int32),
     )
 
 
 def _buffer(
     call: FusedCall, out_fp8: torch.Tensor | None, out_sf: torch.Tensor | None
-) -> QuantizedTensor:
-    """The caller's pair as a buffer, or a fresh one."""
+) -> tuple[QuantizedTensor, Pair]:
+    """What the core op writes, and the pair that this op returns."""
     if out_fp8 is None or out_sf is None:
-        return _fresh_buffer(call)
+        pair = _fresh_pair(call)
+        return QuantizedTensor(*pair, _FORMAT), pair
     # One token more than the range: it does not end the buffer, so its writer owns no padding.
-    return QuantizedTensor(out_fp8, out_sf, _FORMAT, total_tokens=call.q.shape[0] + 1)
-
-
-def _returned_pair(buffer: QuantizedTensor, is_callers: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    assert buffer.sf is not None, "Mxfp8 has scales"
-    if is_callers:
-        return buffer.data.new_empty(0), buffer.sf.new_empty(0)
-    return buffer.data, buffer.sf
+    total_tokens = call.q.shape[0] + 1
+    buffer = QuantizedTensor(out_fp8, out_sf, _FORMAT, total_tokens=total_tokens)
+    return buffer, _zero_size_pair(call)
 
 
 def _rope(call: FusedCall) -> Rope:
@@ -78,7 +85,7 @@ def _prefill(*arguments: Any, **keywords: Any) -> tuple[torch.Tensor, ...]:
     call = PrefillCall(*arguments, **keywords)
     checks.check_prefill(call)
     checks.check_alignment(checks.PREFILL, call.out_fp8)
-    buffer = _buffer(call, call.out_fp8, call.out_sf)
+    buffer, pair = _buffer(call, call.out_fp8, call.out_sf)
     _, max_logits, lse = sparse_mla_prefill(
         call.q,
         call.kv,
@@ -91,14 +98,13 @@ def _prefill(*arguments: Any, **keywords: Any) -> tuple[torch.Tensor, ...]:
         q_order="chunk16",
         out=buffer,
     )
-    pair = _returned_pair(buffer, is_callers=call.out_fp8 is not None)
     return *pair, max_logits, mark_empty_rows_(lse)
 
 
 def _fake_prefill(*arguments: Any, **keywords: Any) -> tuple[torch.Tensor, ...]:
     call = PrefillCall(*arguments, **keywords)
     checks.check_prefill(call)
-    pair = _returned_pair(_fresh_buffer(call), is_callers=call.out_fp8 is not None)
+    pair = _fresh_pair(call) if call.out_fp8 is None else _zero_size_pair(call)
     return *pair, _per_head(call), _per_head(call)
 
 
@@ -106,7 +112,7 @@ def _decode(*arguments: Any, **keywords: Any) -> tuple[torch.Tensor, ...]:
     call = DecodeCall(*arguments, **keywords)
     kv_format, extra_kv_format = checks.check_decode(call)
     checks.check_alignment(checks.DECODE, call.out_fp8)
-    buffer = _buffer(call, call.out_fp8, call.out_sf)
+    buffer, pair = _buffer(call, call.out_fp8, call.out_sf)
     _, lse = sparse_mla_decode(
         call.q,
         call.k_cache,
@@ -124,14 +130,13 @@ def _decode(*arguments: Any, **keywords: Any) -> tuple[torch.Tensor, ...]:
         q_order="chunk16",
         out=buffer,
     )
-    pair = _returned_pair(buffer, is_callers=call.out_fp8 is not None)
     return *pair, mark_empty_rows_(lse)
 
 
 def _fake_decode(*arguments: Any, **keywords: Any) -> tuple[torch.Tensor, ...]:
     call = DecodeCall(*arguments, **keywords)
     checks.check_decode(call)
-    pair = _returned_pair(_fresh_buffer(call), is_callers=call.out_fp8 is not None)
+    pair = _fresh_pair(call) if call.out_fp8 is None else _zero_size_pair(call)
     return *pair, _per_head(call)
 
 

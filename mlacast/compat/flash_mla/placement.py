@@ -57,7 +57,8 @@ def _bytes_per_token(op: str, argument: str, cache: torch.Tensor, device: torch.
         dtype=(torch.uint8, torch.int8, torch.float8_e4m3fn),
         device=device,
     )
-    return cache.shape[3]
+    # A format is looked up by it, so a traced size is specialised here.
+    return int(cache.shape[3])
 
 
 def infer_kv_format(

@@ -138,7 +138,8 @@ def permute_wv_proj(
     permuted = moved.view(groups, d_out, width).view(weight.dtype)
 
     # A little-endian word holds its four scales in ascending order: its bytes are the scales.
-    per_scale = sf.contiguous().view(torch.uint8)
+    # A fresh copy, because a view of bytes wants stride 1 even on a last dimension of size 1.
+    per_scale = sf.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     per_chunk = per_scale.repeat_interleave(granularity // _O_CHUNK, dim=2)
     by_head = per_chunk.reshape(groups, d_out, wv_group_size, chunks_per_head)
     by_chunk = by_head.transpose(2, 3).reshape(groups, d_out, width // _O_CHUNK)

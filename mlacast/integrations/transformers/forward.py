@@ -88,7 +88,7 @@ class FusedForward:
             output = project_output(module, out, hidden_states.dtype, backend=self.backend)
         output = output.view(batch, s_q, hidden)
         if torch.is_grad_enabled() and hidden_states.requires_grad:
-            output = _ForwardOnly.apply(hidden_states, output)
+            output = _without_backward(hidden_states, output)
         return output, None
 
     def _refuse_what_would_be_ignored(self, kwargs: dict[str, Any]) -> None:
@@ -108,6 +108,13 @@ class FusedForward:
                 op="fuse",
                 missing=("attention_dropout",),
             )
+
+
+def _without_backward(hidden_states: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """Tie ``output`` to the graph of ``hidden_states``: a backward pass meets the refusal."""
+    apply: Any = _ForwardOnly.apply
+    tied: torch.Tensor = apply(hidden_states, output)
+    return tied
 
 
 class _ForwardOnly(torch.autograd.Function):

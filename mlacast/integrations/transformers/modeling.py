@@ -29,8 +29,8 @@ def load_modeling() -> Any:
     """
     try:
         transformers = importlib.import_module("transformers")
-    except ImportError as error:
-        raise ImportError(_needs("found none")) from error
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(_needs("found none"), name="transformers") from error
     found = str(transformers.__version__)
     if _release(found) < _release(MINIMUM_VERSION):
         raise ImportError(_needs(f"found {found}"))
