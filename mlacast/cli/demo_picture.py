@@ -134,11 +134,11 @@ def _draw_writers(axes: Any, writers: torch.Tensor, *, columns_too: bool) -> Non
         interpolation="nearest",
     )
     rows, columns = writers.shape
-    axes.set_yticks([y - 0.5 for y in range(1, rows)], minor=True)
+    between_rows = [y - 0.5 for y in range(1, rows)]
+    axes.hlines(between_rows, -0.5, columns - 0.5, color="white", linewidth=0.5)
     if columns_too:
-        axes.set_xticks([x - 0.5 for x in range(1, columns)], minor=True)
-    axes.grid(which="minor", color="white", linewidth=0.5)
-    axes.tick_params(which="minor", length=0)
+        between_columns = [x - 0.5 for x in range(1, columns)]
+        axes.vlines(between_columns, -0.5, rows - 0.5, color="white", linewidth=0.5)
 
 
 def _legend(axes: Any, writers: torch.Tensor, names: dict[int, str]) -> None:

@@ -17,11 +17,10 @@ _COLORS = ("cyan", "magenta", "yellow", "green", "blue")
 
 
 def _fields(kv_format: KvFormat, d_qk: int) -> tuple[ByteField, ...]:
-    if kv_format.byte_map:
-        return kv_format.byte_map
-    size = kv_format.bytes_per_token(d_qk)
-    dtype = str(kv_format.element_dtype).removeprefix("torch.")
-    return (ByteField("values", 0, size, dtype, note=f"dims 0..{d_qk - 1}"),)
+    """Fields of a record of ``d_qk`` values; one of 512 values has no field for the other 64."""
+    data_bytes = kv_format.record_data_bytes(d_qk)
+    limits = {"data": data_bytes, "scale": kv_format.scale_bytes}
+    return tuple(field for field in kv_format.byte_map if field.stop <= limits[field.plane])
 
 
 def describe_kv_format(kv_format: KvFormat) -> dict[str, Any]:

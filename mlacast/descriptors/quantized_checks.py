@@ -24,9 +24,18 @@ def check_data(op: str, data: object, format: OutFormat) -> None:
 
 
 def check_sf(
-    op: str, sf: Tensor | None, data: Tensor, features: int, total_tokens: int, format: OutFormat
+    op: str,
+    sf: Tensor | None,
+    data: Tensor,
+    features: int,
+    stop: int,
+    total_tokens: int | None,
+    format: OutFormat,
 ) -> None:
-    """Check the scale factors that belong to checked codes of ``features`` values per group."""
+    """Check the scale factors that belong to checked codes of ``features`` values per group.
+
+    ``stop`` is the absolute row after the range.
+    """
     if not format.has_sf:
         if sf is not None:
             fail(op, "sf", f"be None for {format.key}", type(sf).__name__)
@@ -38,8 +47,12 @@ def check_sf(
     words = format.sf_words(features)
     device, dtype = data.device, format.sf_dtype
     if format.sf_layout == "swizzled_128x4":
-        sf_rows, sf_columns = swizzled_shape(total_tokens, num_groups * words)
+        rows = stop if total_tokens is None else total_tokens
+        sf_rows, sf_columns = swizzled_shape(rows, num_groups * words)
         sizes = {"sf_rows": sf_rows, "sf_columns": sf_columns}
+        if total_tokens is None and isinstance(sf, Tensor) and sf.dim() == 2:
+            # The total is unknown: any whole number of tiles that holds the range will do.
+            sizes["sf_rows"] = max(sf_rows, sf.shape[0] // 128 * 128)
         remedy = "the whole buffer is wanted, [ceil128(total_tokens), ceil4(blocks per token)]"
         dims = "sf_rows sf_columns"
         check_tensor(op, "sf", sf, dims, sizes, dtype=dtype, device=device, remedy=remedy)

@@ -43,8 +43,10 @@ class QuantizedTensor:
         format: Output format of both.
         row_start: Absolute row of the first token in the whole buffer.
         num_tokens: Tokens of the range; None takes them from ``data``.
-        total_tokens: Tokens of the whole buffer; None says that the range ends it. Whoever writes
-            the range that ends the buffer also zeroes the padding of the scale factors.
+        total_tokens: Tokens of the whole buffer. Whoever writes the range that ends the buffer also
+            zeroes the padding of the scale factors. None: tensors that start at row 0 and are laid
+            out for exactly their own rows are the whole buffer; of any other range the total stays
+            unknown, and padding, which may be rows of somebody else, is left alone.
 
     Raises:
         TypeError: An argument of the wrong type.
@@ -68,19 +70,20 @@ class QuantizedTensor:
             fail(OP, "num_tokens", f"be the {rows} rows of data", num_tokens)
         if row_start < 0:
             fail(OP, "row_start", "be at least 0", row_start)
-        total = row_start + rows if total_tokens is None else total_tokens
-        if total < row_start + rows:
+        if total_tokens is not None and total_tokens < row_start + rows:
             requirement = f"be at least row_start + num_tokens = {row_start + rows}"
-            fail(OP, "total_tokens", requirement, total)
+            fail(OP, "total_tokens", requirement, total_tokens)
         self.data = data
         self.format = format
         self.row_start = row_start
         self.num_tokens = rows
-        self.total_tokens = total
-        check_sf(OP, sf, data, self.features, total, format)
+        self.total_tokens = total_tokens
+        check_sf(OP, sf, data, self.features, row_start + rows, total_tokens, format)
+        if total_tokens is None and row_start == 0 and _is_laid_out_for(sf, rows, format):
+            self.total_tokens = rows
         self._sf_rows = sf
         if sf is not None and self._may_own_padding:
-            self._sf_rows = _with_mn_major_padding(sf, total)
+            self._sf_rows = _with_mn_major_padding(sf, row_start + rows)
 
     @staticmethod
     def empty(
@@ -113,7 +116,7 @@ class QuantizedTensor:
         data = torch.empty(shape, dtype=format.data_dtype, device=device)
         sf = _allocate_sf(num_tokens, num_groups, features, format, device)
         rows = sf[:num_tokens] if sf is not None and format.sf_layout == "mn_major" else sf
-        buffer = QuantizedTensor(data, rows, format)
+        buffer = QuantizedTensor(data, rows, format, total_tokens=num_tokens)
         buffer._sf_rows = sf
         return buffer
 
@@ -143,7 +146,7 @@ class QuantizedTensor:
 
     @property
     def ends_buffer(self) -> bool:
-        """Whether the range holds the last token of the buffer; its writer zeroes the padding."""
+        """Whether the range is known to hold the last token; its writer zeroes the padding."""
         return self.row_start + self.num_tokens == self.total_tokens
 
     def __len__(self) -> int:
@@ -171,8 +174,9 @@ class QuantizedTensor:
 
     def __repr__(self) -> str:
         stop = self.row_start + self.num_tokens
+        total = "an unknown total" if self.total_tokens is None else self.total_tokens
         return (
-            f"QuantizedTensor(tokens {self.row_start}:{stop} of {self.total_tokens}, "
+            f"QuantizedTensor(tokens {self.row_start}:{stop} of {total}, "
             f"num_groups={self.num_groups}, features={self.features}, "
             f"format={self.format!r}, device={self.device})"
         )
@@ -231,6 +235,15 @@ def _allocate_sf(
     if format.sf_layout == "mn_major":
         return allocate_mn_major_padded(num_tokens, num_groups, words, dtype, device)
     return allocate_row_major(num_tokens, num_groups, words, dtype, device)
+
+
+def _is_laid_out_for(sf: Tensor | None, rows: int, format: OutFormat) -> bool:
+    """Whether checked scale factors of rows from 0 on can be those of a whole buffer."""
+    if sf is None or format.sf_layout == "row_major":
+        return True
+    if format.sf_layout == "swizzled_128x4":
+        return sf.shape[0] == swizzled_shape(rows, sf.shape[1])[0]
+    return sf.shape[2] == 1 or sf.stride(2) == ceil4(rows)
 
 
 def _with_mn_major_padding(sf: Tensor, total_tokens: int) -> Tensor:

@@ -70,7 +70,8 @@ def dequantize_fp8_tensor(codes: torch.Tensor, scale: float | torch.Tensor) -> t
     Returns:
         float32 values, same shape.
     """
-    return decode_e4m3(codes) * _scalar("dequantize_fp8_tensor", "scale", scale, codes.device)
+    values = decode_e4m3(codes)
+    return values * _scalar("dequantize_fp8_tensor", "scale", scale, values.device)
 
 
 def quantize_fp8_group(
@@ -122,7 +123,7 @@ def dequantize_fp8_group(
 
     Args:
         codes: [..., K] uint8 or float8_e4m3fn.
-        scales: [..., K / group_size] float32, or uint8 UE8M0 bytes.
+        scales: [..., K / group_size] float32, or UE8M0 bytes (uint8 or float8_e8m0fnu).
         group_size: Elements per scale.
 
     Returns:
@@ -134,9 +135,10 @@ def dequantize_fp8_group(
     """
     op = "dequantize_fp8_group"
     values = _split_groups(op, "codes", decode_e4m3(codes), group_size)
-    factors = (
-        decode_ue8m0(scales) if scales.dtype == torch.uint8 else as_float32(op, "scales", scales)
-    )
+    if isinstance(scales, torch.Tensor) and scales.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        factors = decode_ue8m0(scales)
+    else:
+        factors = as_float32(op, "scales", scales)
     _check_scales(op, "scales", factors, values)
     return (values * factors.unsqueeze(-1)).flatten(-2)
 

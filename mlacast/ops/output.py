@@ -28,13 +28,20 @@ class OutputArguments:
 
 def to_arguments(buffer: QuantizedTensor) -> OutputArguments:
     """Flatten a buffer; scales come with the padding rows that its writer has to zero."""
+    total_tokens = buffer.total_tokens
+    if total_tokens is None:
+        # Unknown: any total past the range says that its writer owns no padding.
+        stop = buffer.row_start + buffer.num_tokens
+        sf = buffer.sf
+        swizzled = sf is not None and buffer.format.sf_layout == "swizzled_128x4"
+        total_tokens = sf.shape[0] if sf is not None and swizzled else stop + 1
     return OutputArguments(
         buffer.data,
         buffer.sf_rows_with_padding() if buffer.format.has_sf else None,
         buffer.format.key,
         buffer.format.scale_tensor(buffer.data.device),
         buffer.row_start,
-        buffer.total_tokens,
+        total_tokens,
     )
 
 

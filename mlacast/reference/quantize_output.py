@@ -28,7 +28,7 @@ def _store_swizzled(scales: torch.Tensor, out: QuantizedTensor) -> None:
     assert out.sf is not None, "Nvfp4 buffers carry scales"
     buffer = out.sf.view(torch.uint8)
     scatter_swizzled(buffer, scales, out.row_start)
-    if out.ends_buffer:
+    if out.ends_buffer and out.total_tokens is not None:
         padding_rows = buffer.shape[0] - out.total_tokens
         zeros = torch.zeros(
             (padding_rows, buffer.shape[1]), dtype=torch.uint8, device=buffer.device

@@ -2,11 +2,12 @@
 
 Every rule about flags, shapes, dtypes, strides and devices is here. The checks run before the first
 write, also when an op of ``torch.ops.mlacast`` is called directly and while a graph is traced. Only
-the alignment of the caller's buffer needs an address, so the real kernels alone check it.
+alignment and overlap of the caller's buffers need addresses, so the real kernels alone check them.
 """
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from mlacast.compat.flash_mla.placement import (
 )
 from mlacast.descriptors.kv_format import KvFormat
 from mlacast.errors import check_choice, check_tensor, fail
+from mlacast.ops.overlap import check_no_overlap
 
 PREFILL = "fused_norm_rope_attn_rope_cast.prefill"
 DECODE = "fused_norm_rope_attn_rope_cast.decode"
@@ -147,10 +149,23 @@ def _check_sf_strides(op: str, out_sf: torch.Tensor) -> None:
         fail(op, "out_sf", requirement, actual, "the groups overlap")
 
 
-def check_alignment(op: str, out_fp8: torch.Tensor | None) -> None:
-    """Raise ValueError unless the buffer starts at a 32-byte boundary. Needs a real tensor."""
+def check_memory(op: str, call: PrefillCall | DecodeCall) -> None:
+    """Raise ValueError unless the caller's buffers are aligned and apart from all other tensors.
+
+    Needs real tensors.
+    """
+    out_fp8 = call.out_fp8
     if out_fp8 is None or out_fp8.numel() == 0:
         return
+    tensors = [
+        (field.name, getattr(call, field.name))
+        for field in fields(call)
+        if isinstance(getattr(call, field.name), torch.Tensor)
+    ]
+    outputs = [entry for entry in tensors if entry[0] in ("out_fp8", "out_sf")]
+    check_no_overlap(
+        op, outputs, [entry for entry in tensors if entry[0] not in ("out_fp8", "out_sf")]
+    )
     excess = out_fp8.data_ptr() % _ALIGNMENT_BYTES
     if excess:
         fail(

@@ -84,7 +84,7 @@ def _per_head(call: FusedCall) -> torch.Tensor:
 def _prefill(*arguments: Any, **keywords: Any) -> tuple[torch.Tensor, ...]:
     call = PrefillCall(*arguments, **keywords)
     checks.check_prefill(call)
-    checks.check_alignment(checks.PREFILL, call.out_fp8)
+    checks.check_memory(checks.PREFILL, call)
     buffer, pair = _buffer(call, call.out_fp8, call.out_sf)
     _, max_logits, lse = sparse_mla_prefill(
         call.q,
@@ -111,7 +111,7 @@ def _fake_prefill(*arguments: Any, **keywords: Any) -> tuple[torch.Tensor, ...]:
 def _decode(*arguments: Any, **keywords: Any) -> tuple[torch.Tensor, ...]:
     call = DecodeCall(*arguments, **keywords)
     kv_format, extra_kv_format = checks.check_decode(call)
-    checks.check_alignment(checks.DECODE, call.out_fp8)
+    checks.check_memory(checks.DECODE, call)
     buffer, pair = _buffer(call, call.out_fp8, call.out_sf)
     _, lse = sparse_mla_decode(
         call.q,

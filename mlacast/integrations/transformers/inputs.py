@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from mlacast.descriptors.rope import Rope
-from mlacast.integrations.transformers.modeling import load_modeling
 from mlacast.integrations.transformers.selection import SelectionMemo, compressed_columns
 
 
@@ -94,13 +93,15 @@ def attention_inputs(
     Returns:
         The step. Tensors that are not bfloat16 yet are rounded to it.
     """
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_pos_emb
+
     batch, s_q, _ = hidden_states.shape
     cos, sin = position_embeddings[module.rope_layer_type]
     q_residual = module.q_a_norm(module.q_a_proj(hidden_states))
     q = module.q_b_proj(q_residual).view(batch * s_q, module.num_heads, module.head_dim)
 
     kv = module.kv_norm(module.kv_proj(hidden_states)).unsqueeze(1)
-    kv = load_modeling().apply_rotary_pos_emb(kv, cos, sin)
+    kv = apply_rotary_pos_emb(kv, cos, sin)
     if cache is not None:
         kv = cache.update(kv, kv, module.layer_idx)[0]
     kv = kv[:, 0]

@@ -8,7 +8,6 @@ import torch
 
 import mlacast
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
-from mlacast.integrations.transformers.modeling import load_modeling
 
 _PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -20,8 +19,10 @@ def reads_plain_weight(o_a_proj: Any) -> bool:
     (weights kept on another device until the call) and for one with forward hooks: those have to be
     called.
     """
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4GroupedLinear
+
     return (
-        type(o_a_proj) is load_modeling().DeepseekV4GroupedLinear
+        type(o_a_proj) is DeepseekV4GroupedLinear
         and "forward" not in vars(o_a_proj)
         and not o_a_proj._forward_hooks
         and not o_a_proj._forward_pre_hooks

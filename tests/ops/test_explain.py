@@ -1,0 +1,83 @@
+"""explain: which backend a call gets and why, without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mlacast
+
+Q = torch.zeros(2, 2, 512, dtype=torch.bfloat16)
+KV = torch.zeros(4, 512, dtype=torch.bfloat16)
+INDICES = torch.zeros(2, 3, dtype=torch.int32)
+
+
+def test_names_the_backend_of_a_cpu_call_and_runs_nothing(poison: Callable[..., Tensor]) -> None:
+    out = poison(2, 2, 512)
+    text = str(mlacast.explain("sparse_mla_prefill", Q, KV, INDICES, sm_scale=1.0, out=out))
+    assert "reference" in text
+    assert "cpu" in text.lower()
+    assert bool((out.view(torch.uint8) == 0x5A).all())
+
+
+def test_a_backend_that_does_not_apply_is_explained_as_such() -> None:
+    """Either the explanation or an error: what matters is that it names the backend and does not
+    promise it.
+    """
+    try:
+        text = str(
+            mlacast.explain("sparse_mla_prefill", Q, KV, INDICES, sm_scale=1.0, backend="hopper")
+        )
+    except mlacast.UnsupportedError as error:
+        text = str(error)
+    assert "hopper" in text
+    assert "hopper: covers the call" not in text
+
+
+def test_a_named_backend_is_explained_as_such() -> None:
+    text = str(
+        mlacast.explain("sparse_mla_prefill", Q, KV, INDICES, sm_scale=1.0, backend="reference")
+    )
+    assert "reference" in text
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        "sparse_mla_decode",
+        "dense_mla_decode",
+        "merge_attention_states",
+        "quantize_output",
+        "kv_cache_append",
+        "kv_cache_gather",
+        "grouped_out_project",
+    ],
+)
+def test_every_core_op_can_be_explained(op: str) -> None:
+    cache = mlacast.KvFormat.V4.allocate(1, 4)
+    slots = torch.zeros(2, dtype=torch.int64)
+    buffer = mlacast.QuantizedTensor.empty(2, 1, 512, mlacast.Mxfp8())
+    v4 = mlacast.KvFormat.V4
+    arguments: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+        "sparse_mla_decode": ((Q, cache, INDICES), {"kv_format": v4, "sm_scale": 1.0}),
+        "dense_mla_decode": (
+            (Q.unsqueeze(1), cache, INDICES, torch.ones(2, dtype=torch.int32)),
+            {"kv_format": v4, "sm_scale": 1.0},
+        ),
+        "merge_attention_states": (([Q], [torch.zeros(2, 2)]), {}),
+        "quantize_output": ((torch.zeros(2, 512), mlacast.Mxfp8()), {}),
+        "kv_cache_append": ((torch.zeros(2, 512, dtype=torch.bfloat16), slots, cache, v4), {}),
+        "kv_cache_gather": ((cache, slots, v4), {}),
+        "grouped_out_project": ((buffer, torch.zeros(1, 8, 512)), {}),
+    }
+    args, kwargs = arguments[op]
+    assert "reference" in str(mlacast.explain(op, *args, **kwargs))
+
+
+def test_an_unknown_op_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="explain: op must .*sparse_mla_prefill.*got 'sparse_mla'"):
+        mlacast.explain("sparse_mla")

@@ -1,0 +1,98 @@
+"""plan_sparse_decode and workspace_size: static in shapes, independent of values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mlacast
+from tests.scenarios import CacheCase, draw_indices, transposed_queries
+
+V4 = mlacast.KvFormat.V4
+
+
+def test_the_same_shapes_give_an_equal_workspace() -> None:
+    sizes = {
+        mlacast.workspace_size(mlacast.plan_sparse_decode(4, 8, 640, kv_format=V4, num_splits=4))
+        for _ in range(3)
+    }
+    assert len(sizes) == 1
+    size = sizes.pop()
+    assert isinstance(size, int) and size >= 0
+
+
+def test_partials_of_every_split_fit_in_the_workspace() -> None:
+    """Split partials are float32: s_q * h * (512 + 1) numbers each, unless the plan keeps a single
+    split.
+    """
+    for num_splits in (2, 3, 8):
+        plan = mlacast.plan_sparse_decode(4, 2, 640, kv_format=V4, num_splits=num_splits)
+        assert mlacast.workspace_size(plan) >= num_splits * 4 * 2 * 513 * 4
+
+
+def test_zero_tokens_can_be_planned() -> None:
+    plan = mlacast.plan_sparse_decode(0, 8, 64, kv_format=V4)
+    assert mlacast.workspace_size(plan) >= 0
+
+
+@pytest.mark.parametrize(
+    ("override", "argument", "given"),
+    [
+        ({"s_q": -1}, "s_q", "-1"),
+        ({"h_q": 0}, "h_q", "0"),
+        ({"h_q": 129}, "h_q", "129"),
+        ({"topk": -1}, "topk", "-1"),
+        ({"extra_topk": -2}, "extra_topk", "-2"),
+        ({"num_splits": 0}, "num_splits", "0"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_sizes_are_checked(override: dict[str, int], argument: str, given: str) -> None:
+    sizes = {"s_q": 4, "h_q": 8, "topk": 64, "num_splits": 2, "extra_topk": 0} | override
+    s_q, h_q, topk = sizes.pop("s_q"), sizes.pop("h_q"), sizes.pop("topk")
+    with pytest.raises(ValueError, match=rf"plan_sparse_decode: {argument} must .*got {given}\b"):
+        mlacast.plan_sparse_decode(
+            s_q,
+            h_q,
+            topk,
+            kv_format=V4,
+            num_splits=sizes["num_splits"],
+            extra_topk=sizes["extra_topk"],
+        )
+
+
+def test_the_format_must_be_a_format() -> None:
+    with pytest.raises(TypeError, match="plan_sparse_decode: kv_format must be .*got str"):
+        mlacast.plan_sparse_decode(4, 8, 64, kv_format="V4")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "planned", [(3, 2, 16), (4, 3, 16), (4, 2, 17)], ids=["s_q", "h_q", "topk"]
+)
+def test_a_schedule_for_other_shapes_is_refused(planned: tuple[int, int, int]) -> None:
+    filled = CacheCase("V4", 512).fill(num_pages=1, page_size=4, slots=range(4))
+    schedule = mlacast.plan_sparse_decode(*planned, kv_format=V4, num_splits=2)
+    with pytest.raises(ValueError, match="sparse_mla_decode: schedule must"):
+        mlacast.sparse_mla_decode(
+            transposed_queries(4, 2, 512),
+            filled.cache,
+            draw_indices(4, 16, 4),
+            kv_format=V4,
+            sm_scale=1.0,
+            schedule=schedule,
+        )
+
+
+def test_a_small_workspace_is_refused() -> None:
+    filled = CacheCase("V4", 512).fill(num_pages=1, page_size=4, slots=range(4))
+    schedule = mlacast.plan_sparse_decode(4, 2, 16, kv_format=V4, num_splits=2)
+    with pytest.raises(ValueError, match="sparse_mla_decode: workspace must .*got"):
+        mlacast.sparse_mla_decode(
+            transposed_queries(4, 2, 512),
+            filled.cache,
+            draw_indices(4, 16, 4),
+            kv_format=V4,
+            sm_scale=1.0,
+            schedule=schedule,
+            workspace=torch.empty(mlacast.workspace_size(schedule) - 1, dtype=torch.uint8),
+        )
