@@ -17,6 +17,13 @@ def test_type_information_is_shipped() -> None:
     assert Path(mlacast.__file__).with_name("py.typed").is_file()
 
 
+def test_every_folder_of_sources_is_a_package() -> None:
+    # A folder without __init__.py would be left out of an installed copy without a word.
+    package = Path(mlacast.__file__).parent
+    folders = {file.parent for file in package.rglob("*.py")}
+    assert [folder for folder in folders if not (folder / "__init__.py").is_file()] == []
+
+
 def test_versions_agree() -> None:
     assert metadata.version("mlacast") == mlacast.__version__
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

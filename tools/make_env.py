@@ -100,11 +100,12 @@ def main() -> None:
     environment = Path(sys.argv[1]).resolve()
     torch_version = host_torch()
     if torch_version is None:
-        print("make_env: no torch >= 2.11 found, installing the pinned one", flush=True)
+        print("make_env: no torch >= 2.11 found, installing the pinned one; this takes minutes")
     else:
-        print(f"make_env: using the installed torch {torch_version}", flush=True)
+        print(f"make_env: using the installed torch {torch_version}")
     if sys.version_info < (3, 11):
         print("make_env: on Python 3.10 the Hugging Face parts stay out, transformers needs 3.11")
+    sys.stdout.flush()
     python = create(environment, torch_version)
     constraints = environment / "constraints.txt"
     write_constraints(constraints, torch_version)

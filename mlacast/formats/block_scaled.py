@@ -107,7 +107,9 @@ def quantize_fp8_group(
     has_nan = amax.isnan()
     amax = amax.clamp(min=amax_floor)
     if sf == "float32":
-        stored = scale = divide_by(amax.clamp(max=_FLOAT32_MAX), E4M3_MAX)
+        scale = divide_by(amax.clamp(max=_FLOAT32_MAX), E4M3_MAX)
+        # One NaN for every NaN of the input: its payload would survive the arithmetic.
+        stored = scale.masked_fill(has_nan, float("nan"))
     else:
         exponent = encode_ue8m0(divide_by(amax, E4M3_MAX))
         scale = decode_ue8m0(exponent)

@@ -112,7 +112,7 @@ PAGE_BYTES = {
 
 
 @pytest.mark.parametrize(("name", "page_size"), PAGE_BYTES)
-def test_page_bytes_and_allocation(name: str, page_size: int) -> None:
+def test_page_bytes_and_allocation(name: str, page_size: int, poisoned_empty: None) -> None:
     kv_format = KvFormat.from_name(name)
     page_bytes = PAGE_BYTES[name, page_size]
     assert kv_format.page_bytes(page_size) == page_bytes
@@ -129,7 +129,7 @@ def test_page_bytes_and_allocation(name: str, page_size: int) -> None:
 
 
 @pytest.mark.parametrize("d_qk", [512, 576])
-def test_allocation_of_bf16_and_fp8(d_qk: int) -> None:
+def test_allocation_of_bf16_and_fp8(d_qk: int, poisoned_empty: None) -> None:
     for kv_format, dtype in ((KvFormat.BF16, torch.bfloat16), (KvFormat.FP8, torch.float8_e4m3fn)):
         cache = kv_format.allocate(3, 5, d_qk=d_qk)
         assert cache.dtype == dtype

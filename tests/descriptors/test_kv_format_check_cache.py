@@ -116,9 +116,12 @@ def test_rank(layout: RecordLayout, lead: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("layout", BYTE_LAYOUTS, ids=layout_id)
 def test_two_kv_heads(layout: RecordLayout) -> None:
-    cache = torch.zeros(2, 4, 2, width_of(layout), dtype=torch.uint8)
-    with pytest.raises(ValueError, match=r"^some_op: extra_k_cache must .*got .*\[2, 4, 2, "):
-        check(KvFormat.from_name(layout.name), cache)
+    # With one token a page no stride gives the second head away.
+    for page_size in (4, 1):
+        cache = torch.zeros(2, page_size, 2, width_of(layout), dtype=torch.uint8)
+        pattern = rf"^some_op: extra_k_cache must .*got .*\[2, {page_size}, 2, "
+        with pytest.raises(ValueError, match=pattern):
+            check(KvFormat.from_name(layout.name), cache)
 
 
 def strided(layout: RecordLayout, sizes: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:

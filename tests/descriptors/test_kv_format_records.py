@@ -181,7 +181,9 @@ def test_slots_outside_the_cache_write_nothing(layout: RecordLayout, dtype: torc
 
 @pytest.mark.parametrize("layout", BYTE_LAYOUTS, ids=layout_id)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_slots_outside_the_cache_gather_zeros(layout: RecordLayout, dtype: torch.dtype) -> None:
+def test_slots_outside_the_cache_gather_zeros(
+    layout: RecordLayout, dtype: torch.dtype, poisoned_empty: None
+) -> None:
     pool = Pool(page_size=4, num_pages=2, start=576)
     # The cache lies in a larger buffer of NaN.
     buffer = pool.buffer(layout, 0xFF)
@@ -304,7 +306,7 @@ def test_results_do_not_depend_on_the_page_size(layout: RecordLayout) -> None:
 
 @pytest.mark.parametrize("d_qk", [512, 576])
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_bf16_cache_is_copied_bit_for_bit(d_qk: int, page_size: int) -> None:
+def test_bf16_cache_is_copied_bit_for_bit(d_qk: int, page_size: int, poisoned_empty: None) -> None:
     pool = pool_of(page_size)
     patterns = torch.randint(-(2**15), 2**15, (TOKENS, d_qk), dtype=torch.int16)
     latent = patterns.view(torch.bfloat16)

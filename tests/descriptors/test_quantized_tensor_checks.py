@@ -131,10 +131,23 @@ def test_wrong_scale_strides() -> None:
     overlapping = torch.zeros(256).as_strided((6, 2, 4), (1, 20, 5))
     with pytest.raises(ValueError, match=r"^QuantizedTensor: sf must .*stride"):
         QuantizedTensor(codes(), overlapping, MN_MAJOR)
+    every_second = torch.zeros(256).as_strided((6, 2, 4), (2, 64, 16))
+    with pytest.raises(ValueError, match=r"^QuantizedTensor: sf must .*stride"):
+        QuantizedTensor(codes(), every_second, MN_MAJOR)
     data = torch.zeros(6, 2, 256, dtype=torch.uint8)
     swizzled = torch.zeros(64, 128, dtype=torch.uint8).view(E4M3).t()
     with pytest.raises(ValueError, match=r"^QuantizedTensor: sf must be contiguous"):
         QuantizedTensor(data, swizzled, Nvfp4(1.0))
+
+
+@pytest.mark.parametrize("meaningless", [0, 7, 10**9])
+def test_the_token_stride_of_one_token_means_nothing(meaningless: int) -> None:
+    sf = torch.ones(32).as_strided((1, 2, 4), (meaningless, 16, 4))
+    assert QuantizedTensor(codes(1), sf, MN_MAJOR).num_tokens == 1
+    sf = torch.ones(32).as_strided((1, 2, 4), (meaningless, 4, 1))
+    assert QuantizedTensor(codes(1), sf, ROW_MAJOR).num_tokens == 1
+    data = codes(1).as_strided((1, 2, 512), (meaningless, 512, 1))
+    assert QuantizedTensor(data, None, Fp8Tensor(1.0)).num_tokens == 1
 
 
 def test_scales_on_another_device() -> None:

@@ -37,7 +37,7 @@ def test_strides(num_tokens: int, column: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float32], ids=str)
 @pytest.mark.parametrize(("num_tokens", "column"), COLUMNS.items())
-def test_allocation(num_tokens: int, column: int, dtype: torch.dtype) -> None:
+def test_allocation(num_tokens: int, column: int, dtype: torch.dtype, poisoned_empty: None) -> None:
     view = allocate_mn_major(num_tokens, 3, 4, dtype, "cpu")
     assert view.dtype == dtype
     assert view.shape == (num_tokens, 3, 4)
@@ -48,7 +48,7 @@ def test_allocation(num_tokens: int, column: int, dtype: torch.dtype) -> None:
     assert bool((storage == 0).all())
 
 
-def test_golden_elements() -> None:
+def test_golden_elements(poisoned_empty: None) -> None:
     # 5 tokens, 2 groups, 1 word: two columns of 8, three zeros behind each.
     view = to_mn_major(counted(5, 2, 1))
     assert storage_of(view).tolist() == [1, 3, 5, 7, 9, 0, 0, 0, 2, 4, 6, 8, 10, 0, 0, 0]

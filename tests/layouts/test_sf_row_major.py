@@ -21,7 +21,7 @@ def counted(num_tokens: int, num_groups: int, words: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 5, 129])
-def test_strides_and_allocation(num_tokens: int) -> None:
+def test_strides_and_allocation(num_tokens: int, poisoned_empty: None) -> None:
     assert row_major_strides(num_tokens, 3, 4) == (12, 4, 1)
     view = allocate_row_major(num_tokens, 3, 4, torch.float32, "cpu")
     assert view.dtype == torch.float32

@@ -1,0 +1,1 @@
+"""Scripts that set up and look after the repository; not part of the package."""
