@@ -154,6 +154,7 @@ def prepare_output(
             device=device,
             last_dim_contiguous=True,
         )
+        _check_rows_apart(op, out)
         return out, OutputArguments(_flatten_tokens(op, out), None, fmt.key, None, 0, tokens)
     if out is not None:
         raise TypeError(
@@ -165,6 +166,18 @@ def prepare_output(
     features = _features_per_group(op, fmt, num_groups, total_features)
     buffer = QuantizedTensor.empty(tokens, num_groups, features, fmt, device)
     return buffer, to_arguments(buffer)
+
+
+def _check_rows_apart(op: str, out: torch.Tensor) -> None:
+    """Refuse a tensor whose elements share memory: sorted by stride, each step clears the last."""
+    dims = sorted(
+        (stride, size) for size, stride in zip(out.shape, out.stride(), strict=True) if size > 1
+    )
+    extent = 1
+    for stride, size in dims:
+        if stride < extent:
+            fail(op, "out", "have rows that do not overlap", f"strides {list(out.stride())}")
+        extent += (size - 1) * stride
 
 
 def _flatten_tokens(op: str, out: torch.Tensor) -> torch.Tensor:

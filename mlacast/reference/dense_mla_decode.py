@@ -30,7 +30,7 @@ def dense_mla_decode(
         q: [B, Q, h_q, d_qk].
         k_cache: [num_pages, page_size, (1,) bytes].
         page_table: [B, max_pages] integers.
-        seq_lens: [B] integers; negative counts as 0.
+        seq_lens: [B] integers, clamped to [0, max_pages * page_size].
         kv_format: Format of ``k_cache``.
         sm_scale: Multiplies q.k.
         causal: Bottom-right aligned causal mask.
@@ -46,9 +46,10 @@ def dense_mla_decode(
     out = torch.zeros((batch, per_request, heads, D_V), dtype=compute_dtype, device=q.device)
     lse = torch.full((batch, per_request, heads), -torch.inf, dtype=compute_dtype, device=q.device)
     scale = torch.full((heads,), sm_scale, dtype=compute_dtype, device=q.device)
-    for request, seq_len in enumerate(int(length) for length in seq_lens.tolist()):
-        count = min(max(seq_len, 0), page_table.shape[1] * page_size)
-        positions = torch.arange(count, device=q.device)
+    longest = page_table.shape[1] * page_size
+    for request, length in enumerate(seq_lens.tolist()):
+        seq_len = min(max(int(length), 0), longest)
+        positions = torch.arange(seq_len, device=q.device)
         pages = page_table[request].long()[positions // max(page_size, 1)]
         usable = (pages >= 0) & (pages < num_pages)
         slots = (pages * page_size + positions % max(page_size, 1))[usable]

@@ -21,4 +21,5 @@ def grouped_out_project(
         [T, g, d_out] in ``compute_dtype``.
     """
     values = out.dequantize().to(compute_dtype)
-    return torch.einsum("bhr,hdr->bhd", values, weight.to(compute_dtype))
+    # einsum leaves the groups outermost in memory; callers get a contiguous tensor.
+    return torch.einsum("bhr,hdr->bhd", values, weight.to(compute_dtype)).contiguous()

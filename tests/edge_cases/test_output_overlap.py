@@ -1,0 +1,46 @@
+"""Outputs that share memory with inputs or with themselves are refused before any write.
+
+Source: deepseek-ai/TileKernels#15, sgl-project/sglang#36237 (caller-provided buffers).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mlacast
+
+BF16 = torch.bfloat16
+
+
+def call(out: torch.Tensor, q: torch.Tensor) -> None:
+    kv = torch.ones(4, 512, dtype=BF16)
+    indices = torch.zeros(q.shape[0], 2, dtype=torch.int32)
+    mlacast.sparse_mla_prefill(q, kv, indices, sm_scale=1.0, out=out)
+
+
+def test_an_output_over_its_query_is_refused_and_nothing_is_written() -> None:
+    storage = torch.full((3, 2, 512), 7.0, dtype=BF16)
+    with pytest.raises(ValueError, match=r"^sparse_mla_prefill: out must not share memory with q,"):
+        call(storage[1:], storage[:2])
+    assert bool((storage == 7.0).all())
+
+
+def test_an_output_beside_its_query_in_one_wider_buffer_is_served() -> None:
+    """Rows interleave, bytes do not: two column ranges of one buffer."""
+    wide = torch.zeros(3, 4, 512, dtype=BF16)
+    wide[:, :2] = 1.0
+    call(wide[:, 2:], wide[:, :2])
+    assert bool((wide == 1.0).all())
+
+
+def test_codes_and_scales_that_share_memory_are_refused() -> None:
+    raw = torch.zeros(4096, dtype=torch.uint8)
+    data = raw.view(torch.float8_e4m3fn)[:2048].view(2, 1, 1024)
+    sf = raw.view(torch.int32)[:16].as_strided((2, 1, 8), (1, 16, 2))
+    out = mlacast.QuantizedTensor(data, sf, mlacast.Mxfp8())
+    q = torch.ones(2, 2, 512, dtype=BF16)
+    indices = torch.zeros(2, 2, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"^sparse_mla_prefill: out must not share .* out.sf,"):
+        mlacast.sparse_mla_prefill(q, q[:, 0], indices, sm_scale=1.0, out=out)
+    assert not bool(raw.any())
