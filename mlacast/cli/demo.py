@@ -15,7 +15,7 @@ from mlacast.cli.demo_mixed import run_mixed_step
 from mlacast.cli.demo_model import LAYER_TYPES, build_model, passage_tokens
 from mlacast.cli.demo_picture import draw_picture
 from mlacast.cli.demo_report import Report, as_json, print_report
-from mlacast.cli.demo_stages import Models, run_decode, run_prefill
+from mlacast.cli.demo_stages import Models, run_decode, run_prefill, warm_up
 from mlacast.cli.output import console, print_json, progress_bar
 from mlacast.integrations.transformers import fuse
 from mlacast.integrations.transformers.modeling import load_modeling
@@ -23,6 +23,7 @@ from mlacast.integrations.transformers.modeling import load_modeling
 PICTURE = "mlacast_demo.png"
 PROMPT_TOKENS = 128
 DECODE_TOKENS = 16
+WARM_UP_TOKENS = 20
 MIXED_LAYER = LAYER_TYPES.index("compressed_sparse_attention")
 
 
@@ -93,6 +94,7 @@ def _work(device: torch.device, picture: Path, seed: int, *, shown: bool) -> Rep
         )
         stream = passage_tokens(PROMPT_TOKENS + DECODE_TOKENS, device)
         prompt, following = stream[:, :PROMPT_TOKENS], stream[:, PROMPT_TOKENS:]
+        warm_up(models, prompt[:, :WARM_UP_TOKENS])
         bar.update(task, description="prefill", advance=1)
         prefill = run_prefill(models, prompt)
         bar.update(task, description="decode", advance=1)

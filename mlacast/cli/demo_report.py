@@ -53,21 +53,16 @@ class Report:
     @property
     def notes(self) -> list[str]:
         """What the figures mean and what they do not."""
-        timed = (
-            "Times on a GPU are of one run each."
-            if self.device.startswith("cuda")
-            else "Times on a CPU are of the obvious reference implementation, one run each: they "
-            "say nothing about the speed of a GPU kernel."
-        )
-        if self.device.startswith("cuda") and self.backend == "reference":
-            timed = "Times are of the reference implementation on this GPU, not of fused kernels."
+        timed = "Times are of one run each"
+        if self.backend == "reference":
+            timed += ", of the reference implementation: they say nothing about fused GPU kernels"
         return [
             "Errors are norms relative to transformers' eager attention in float32; out error is "
             "that of an attention layer's output, mean over layers.",
             "The mixed step covers one layer, so it has no logits; its decode rows read FP8 pages.",
             f"Launches are counted by construction: {SEPARATE_LAUNCHES} (norm and RoPE, attention, "
             f"inverse RoPE and cast) against {FUSED_LAUNCHES} per layer and forward.",
-            timed,
+            timed + ".",
         ]
 
 

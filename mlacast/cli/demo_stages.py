@@ -55,6 +55,14 @@ class StageRun:
     positions: list[float]
 
 
+def warm_up(models: Models, ids: torch.Tensor) -> None:
+    """Run a prefill of ``ids`` [1, n] and a decode step, so that no timing pays for first calls."""
+    for model in (models.eager, models.fp8):
+        with torch.no_grad():
+            cache = model(input_ids=ids, use_cache=True).cache
+            model(input_ids=ids[:, :1], cache=cache, use_cache=True)
+
+
 def run_prefill(models: Models, ids: torch.Tensor) -> StageRun:
     """Run all of ``ids`` [1, n] in one forward."""
 

@@ -101,6 +101,20 @@ def test_float32_layer_differs_by_bfloat16_rounding_only(layer: int, stage: str)
     assert relative_error(fused, eager) <= BF16_LAYER_TOLERANCE
 
 
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+@pytest.mark.parametrize("layer", LAYERS, ids=LAYER_IDS)
+def test_without_a_mask_every_key_and_entry_counts(layer: int, stage: str) -> None:
+    # What the original does when the layer itself is called with None.
+    call = recorded(stage, torch.float32)[layer]
+    open_call = LayerCall(call.hidden_states, {**call.kwargs, "attention_mask": None})
+    model = original()
+    eager = open_call.run(attention(model, layer))
+    if stage == "prefill":
+        assert relative_error(eager, call.run(attention(model, layer))) > 0.05
+    fused = open_call.run(attention(fuse(model, out_format=mlacast.Bf16()), layer))
+    assert relative_error(fused, eager) <= BF16_LAYER_TOLERANCE
+
+
 def without_sinks(step: AttentionInputs) -> AttentionInputs:
     return dataclasses.replace(step, attn_sink=torch.full_like(step.attn_sink, -torch.inf))
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from mlacast.descriptors.out_format import Mxfp8, OutFormat
-from mlacast.errors import check_choice, check_type
+from mlacast.errors import check_type
 from mlacast.integrations.transformers.forward import FusedForward
 from mlacast.integrations.transformers.modeling import load_modeling
 from mlacast.integrations.transformers.selection import SelectionMemo
 from mlacast.integrations.transformers.support import attention_modules, check_config
+from mlacast.ops.query import check_backend
 
 Model = TypeVar("Model")
-
-BACKENDS = (None, "reference", "triton", "hopper")
 
 
 def fuse(model: Model, *, out_format: OutFormat | None = None, backend: str | None = None) -> Model:
@@ -55,7 +54,7 @@ def fuse(model: Model, *, out_format: OutFormat | None = None, backend: str | No
     check_config("fuse", modules[0].config if modules else getattr(model, "config", None))
     fmt = Mxfp8() if out_format is None else out_format
     check_type("fuse", "out_format", fmt, OutFormat, "an OutFormat or None")
-    check_choice("fuse", "backend", backend, BACKENDS)
+    check_backend("fuse", backend)
     memo = SelectionMemo()
     for module in modules:
         _install(module, fmt, backend, memo)
