@@ -7,7 +7,6 @@ hash.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +15,8 @@ from torch import Tensor
 from mlacast.errors import check_choice, check_type, fail
 
 FP8_GROUP_SIZES = (128, 64, 32)
+FLOAT32_TINY = torch.finfo(torch.float32).tiny
+FLOAT32_MAX = torch.finfo(torch.float32).max
 FP8_GROUP_SF = ("float32", "float32_pow2", "ue8m0_packed")
 FP8_GROUP_LAYOUTS = ("row_major", "mn_major")
 MXFP8_ORDERS = ("head", "chunk32")
@@ -29,8 +30,8 @@ def _check_scale(op: str, argument: str, scale: object) -> None:
             fail(op, argument, "have one element", f"shape {list(scale.shape)}")
         if scale.dtype != torch.float32:
             fail(op, argument, "have dtype float32", str(scale.dtype).removeprefix("torch."))
-    elif isinstance(scale, (int, float)) and not (math.isfinite(scale) and scale > 0):
-        fail(op, argument, "be finite and positive", scale)
+    elif isinstance(scale, (int, float)) and not FLOAT32_TINY <= scale <= FLOAT32_MAX:
+        fail(op, argument, "be positive and finite in float32", scale)
 
 
 def _scale_on(op: str, argument: str, scale: float | Tensor, device: torch.device | str) -> Tensor:

@@ -20,7 +20,7 @@ def check_data(op: str, data: object, format: OutFormat) -> None:
     if data.shape[1] < 1 or data.shape[2] < 1:
         fail(op, "data", "have at least one group of one feature", f"shape {list(data.shape)}")
     if data.shape[0] > 0:
-        _check_row_strides(op, "data", data)
+        check_row_strides(op, "data", data)
 
 
 def check_sf(
@@ -66,10 +66,10 @@ def check_sf(
     if format.sf_layout == "mn_major":
         _check_mn_major(op, sf)
     else:
-        _check_row_strides(op, "sf", sf)
+        check_row_strides(op, "sf", sf)
 
 
-def _check_row_strides(op: str, argument: str, x: Tensor) -> None:
+def check_row_strides(op: str, argument: str, x: Tensor) -> None:
     """Require a contiguous last dimension and rows of tokens and groups that do not overlap."""
     tokens, groups, width = x.shape
     # A dimension of size 1 has no meaningful stride.

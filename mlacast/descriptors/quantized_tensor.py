@@ -44,9 +44,10 @@ class QuantizedTensor:
         row_start: Absolute row of the first token in the whole buffer.
         num_tokens: Tokens of the range; None takes them from ``data``.
         total_tokens: Tokens of the whole buffer. Whoever writes the range that ends the buffer also
-            zeroes the padding of the scale factors. None: tensors that start at row 0 and are laid
-            out for exactly their own rows are the whole buffer; of any other range the total stays
-            unknown, and padding, which may be rows of somebody else, is left alone.
+            zeroes the padding of the scale factors. None: data that starts at row 0 and fills its
+            storage, with scale factors laid out for its rows, is the whole buffer. Of any other
+            range, and of every one made inside a compiled function, the total stays unknown, and
+            padding, which may be rows of somebody else, is left alone.
 
     Raises:
         TypeError: An argument of the wrong type.
@@ -79,7 +80,7 @@ class QuantizedTensor:
         self.num_tokens = rows
         self.total_tokens = total_tokens
         check_sf(OP, sf, data, self.features, row_start + rows, total_tokens, format)
-        if total_tokens is None and row_start == 0 and _is_laid_out_for(sf, rows, format):
+        if total_tokens is None and row_start == 0 and _is_whole_buffer(data, sf, format):
             self.total_tokens = rows
         self._sf_rows = sf
         if sf is not None and self._may_own_padding:
@@ -237,10 +238,16 @@ def _allocate_sf(
     return allocate_row_major(num_tokens, num_groups, words, dtype, device)
 
 
-def _is_laid_out_for(sf: Tensor | None, rows: int, format: OutFormat) -> bool:
-    """Whether checked scale factors of rows from 0 on can be those of a whole buffer."""
+def _is_whole_buffer(data: Tensor, sf: Tensor | None, format: OutFormat) -> bool:
+    """Whether checked tensors of rows from 0 on are a buffer of their own, not a range of one."""
+    rows = data.shape[0]
     if sf is None or format.sf_layout == "row_major":
         return True
+    if torch.compiler.is_compiling():
+        return False
+    # Scale columns are padded, so theirs look alike for a range and a whole; codes are not.
+    if data.numel() * data.element_size() != data.untyped_storage().nbytes():
+        return False
     if format.sf_layout == "swizzled_128x4":
         return sf.shape[0] == swizzled_shape(rows, sf.shape[1])[0]
     return sf.shape[2] == 1 or sf.stride(2) == ceil4(rows)

@@ -93,7 +93,9 @@ def _eager_body(op: str) -> Callable[..., Any]:
     """The body of ``op``, imported on first use so that registering costs nothing."""
 
     def body(*args: Any, **kwargs: Any) -> Any:
-        return importlib.import_module(f"mlacast.ops.{op}").run(*args, **kwargs)
+        # Forward only: without this, some outputs would carry a graph and others not.
+        with torch.no_grad():
+            return importlib.import_module(f"mlacast.ops.{op}").run(*args, **kwargs)
 
     return body
 

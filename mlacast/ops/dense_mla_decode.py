@@ -49,8 +49,8 @@ def dense_mla_decode(
         sm_scale: Multiplies q.k before the softmax.
         causal: Apply the causal mask above.
         attn_sink: [h_q] float32 or None: joins the softmax denominator only.
-        out: Buffer to fill: a bfloat16 tensor [B, Q, h_q, 512], or a QuantizedTensor with B * Q
-            tokens.
+        out: Buffer to fill: a bfloat16 tensor [B, Q, h_q, 512] whose B * Q tokens lie at one
+            stride (stride(0) = Q * stride(1)), or a QuantizedTensor with B * Q tokens.
         out_format: Format of the output; None means bfloat16, or that of ``out``.
         num_groups: Groups of the QuantizedTensor allocated when ``out`` is None.
         backend: "reference", "triton", "hopper", or None for the best that covers the call.

@@ -18,6 +18,7 @@ from mlacast.dispatch.arch import arch_of
 from mlacast.dispatch.impls import IMPLS, OPS
 from mlacast.dispatch.select import Verdict, judge, requested_backend
 from mlacast.errors import check_choice, fail
+from mlacast.ops.query import check_backend
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ def explain(
     check_choice("explain", "op", op, OPS)
     module = importlib.import_module(f"mlacast.ops.{op}")
     backend = kwargs.get("backend")
+    check_backend("explain", backend)
     bound: Mapping[str, Any] = {}
     features: frozenset[str] = frozenset()
     if args or set(kwargs) - {"backend"}:

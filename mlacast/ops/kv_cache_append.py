@@ -8,6 +8,7 @@ from mlacast.descriptors.kv_format import KvFormat
 from mlacast.dispatch.arch import arch_of
 from mlacast.dispatch.select import load, requested_backend, select
 from mlacast.errors import check_tensor, check_type, fail
+from mlacast.ops import value_checks
 from mlacast.ops.overlap import check_no_overlap
 from mlacast.ops.query import check_backend
 
@@ -79,5 +80,7 @@ def run(
     )
     if slots.shape[0] == 0:
         return
+    if value_checks.validation_requested(OP, cache.device):
+        value_checks.check_slots(OP, slots, cache.shape[0] * cache.shape[1])
     check_no_overlap(OP, [("cache", cache)], [("latent", latent), ("slots", slots)])
     load(impl.target)(latent, slots, cache, kv_format=KvFormat.from_name(kv_format))

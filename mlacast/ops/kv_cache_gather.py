@@ -7,6 +7,7 @@ import torch
 from mlacast.descriptors.kv_format import KvFormat
 from mlacast.dispatch.arch import arch_of
 from mlacast.dispatch.select import load, requested_backend, select
+from mlacast.ops import value_checks
 from mlacast.ops.kv_cache_append import check_cache_arguments
 from mlacast.ops.query import check_backend
 
@@ -57,6 +58,8 @@ def run(
     impl = select(
         OP, required_features(kv_format), arch_of(cache.device), requested_backend(OP, backend)
     )
+    if value_checks.validation_requested(OP, cache.device):
+        value_checks.check_slots(OP, slots, cache.shape[0] * cache.shape[1])
     gathered: torch.Tensor = load(impl.target)(
         cache, slots, kv_format=KvFormat.from_name(kv_format)
     )

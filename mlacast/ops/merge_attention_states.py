@@ -37,8 +37,8 @@ def merge_attention_states(
 
     A part is empty for a (token, head) whose lse is -inf or +inf, both markers being in use
     elsewhere; what its output holds there, NaN included, is not read. One live part among empties
-    comes back unchanged. There is no sink
-    argument: a sink joins as a part with output 0 and lse = sink.
+    comes back unchanged. There is no sink argument: a finite sink joins as a part with output 0 and
+    lse = sink (a sink of +inf cannot: +inf marks an empty part).
 
     Args:
         outs: One or more parts [T, h, d], bfloat16, float16 or float32, last dimension contiguous.

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from mlacast.descriptors.out_format import Bf16, OutFormat, out_format_from_key
+from mlacast.descriptors.quantized_checks import check_row_strides
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.errors import check_tensor, check_type, dtype_name, fail
 
 D_V = 512
+_RESULT_DIMS = {3: "T h d", 4: "B Q h d"}
 Output = torch.Tensor | QuantizedTensor
 
 
@@ -97,8 +99,8 @@ def prepare_output(
 
     Args:
         op: Name for messages.
-        out: None, a bfloat16 tensor of ``shape`` with free token strides, or a QuantizedTensor of
-            any format.
+        out: None, a bfloat16 tensor of ``shape`` (tokens at one free stride), or a QuantizedTensor
+            of any format.
         out_format: Format to allocate; with ``out`` given it has to agree with it. None: Bf16, or
             that of ``out``.
         num_groups: Groups of the allocated QuantizedTensor; with ``out`` given it is 1 or agrees
@@ -144,18 +146,22 @@ def prepare_output(
             )
         if num_groups != 1:
             fail(op, "num_groups", "be 1 for a plain Tensor out", num_groups)
+        # Sizes are bound by name: a size may be symbolic, which has no text while tracing.
+        names = _RESULT_DIMS[len(shape)]
         check_tensor(
             op,
             "out",
             out,
-            " ".join(str(size) for size in shape),
-            {},
+            names,
+            dict(zip(names.split(), shape, strict=True)),
             dtype=torch.bfloat16,
             device=device,
             last_dim_contiguous=True,
         )
-        _check_rows_apart(op, out)
-        return out, OutputArguments(_flatten_tokens(op, out), None, fmt.key, None, 0, tokens)
+        flat = _flatten_tokens(op, out)
+        if tokens > 0:
+            check_row_strides(op, "out", flat)
+        return out, OutputArguments(flat, None, fmt.key, None, 0, tokens)
     if out is not None:
         raise TypeError(
             f"{op}: out must be None, a Tensor or a QuantizedTensor, got {type(out).__name__}"
@@ -166,18 +172,6 @@ def prepare_output(
     features = _features_per_group(op, fmt, num_groups, total_features)
     buffer = QuantizedTensor.empty(tokens, num_groups, features, fmt, device)
     return buffer, to_arguments(buffer)
-
-
-def _check_rows_apart(op: str, out: torch.Tensor) -> None:
-    """Refuse a tensor whose elements share memory: sorted by stride, each step clears the last."""
-    dims = sorted(
-        (stride, size) for size, stride in zip(out.shape, out.stride(), strict=True) if size > 1
-    )
-    extent = 1
-    for stride, size in dims:
-        if stride < extent:
-            fail(op, "out", "have rows that do not overlap", f"strides {list(out.stride())}")
-        extent += (size - 1) * stride
 
 
 def _flatten_tokens(op: str, out: torch.Tensor) -> torch.Tensor:

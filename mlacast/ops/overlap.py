@@ -9,48 +9,65 @@ import torch
 
 from mlacast.errors import fail
 
-
-def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    extent = sum(
-        (size - 1) * abs(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    start = tensor.data_ptr()
-    return start, start + (extent + 1) * tensor.element_size()
+# Beyond this many runs a pair with intersecting ranges counts as overlapping without a closer look.
+_MAX_RUNS = 1 << 24
 
 
-def _row_window(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Bytes of the outer step and of one outer row, or None where rows are not apart."""
-    strides = [
+def _runs(tensor: torch.Tensor) -> tuple[list[tuple[int, int]], int]:
+    """Describe a view as runs of bytes: the (stride, size) of their starts, and bytes per run."""
+    dims = sorted(
         (stride, size)
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-        if size > 1
-    ]
-    if not strides:
-        return None
-    step = max(strides)[0] * tensor.element_size()
-    row = sum((size - 1) * stride for stride, size in sorted(strides)[:-1]) + 1
-    row_bytes = row * tensor.element_size()
-    return (step, row_bytes) if row_bytes <= step else None
+        if size > 1 and stride > 0
+    )
+    run = 1
+    while dims and dims[0][0] <= run:
+        stride, size = dims.pop(0)
+        run += (size - 1) * stride
+    itemsize = tensor.element_size()
+    return [(stride * itemsize, size) for stride, size in dims], run * itemsize
+
+
+def _starts(first: int, dims: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Ascending start addresses of the runs, on the host."""
+    starts = torch.tensor([first], dtype=torch.int64, device="cpu")
+    for stride, size in dims:
+        steps = torch.arange(size, dtype=torch.int64, device="cpu") * stride
+        starts = (starts[:, None] + steps[None, :]).flatten()
+    return starts.sort().values
 
 
 def overlaps(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two views share a byte.
 
-    Exact for disjoint ranges and for row-interleaved views with the same row step (columns of one
-    wider buffer); other interleavings of intersecting ranges count as overlapping.
+    Ranges of addresses decide nearly every case. Where they intersect, the runs of contiguous bytes
+    are compared, so interleaved views (columns of one wider buffer) are told apart from overlaps.
+    Only addresses are looked at, on the host; nothing synchronises.
     """
     if first.numel() == 0 or second.numel() == 0 or first.device != second.device:
         return False
-    first_start, first_stop = _byte_range(first)
-    second_start, second_stop = _byte_range(second)
+    first_dims, first_run = _runs(first)
+    second_dims, second_run = _runs(second)
+    first_start, second_start = first.data_ptr(), second.data_ptr()
+    first_stop = first_start + sum(s * (n - 1) for s, n in first_dims) + first_run
+    second_stop = second_start + sum(s * (n - 1) for s, n in second_dims) + second_run
     if first_stop <= second_start or second_stop <= first_start:
         return False
-    first_rows, second_rows = _row_window(first), _row_window(second)
-    if first_rows is None or second_rows is None or first_rows[0] != second_rows[0]:
+    counts = [1, 1]
+    for side, dims in enumerate((first_dims, second_dims)):
+        for _, size in dims:
+            counts[side] *= size
+    if max(counts) > _MAX_RUNS:
         return True
-    step = first_rows[0]
-    gap = (second_start - first_start) % step
-    return gap < first_rows[1] or gap + second_rows[1] > step
+    starts, others = _starts(first_start, first_dims), _starts(second_start, second_dims)
+    # For each run of the second view: the last run of the first that starts at or before it must
+    # end before it, and the next one must start after it ends.
+    after = torch.searchsorted(starts, others, right=True)
+    before_stops = starts[(after - 1).clamp(min=0)] + first_run
+    hit_before = (after > 0) & (before_stops > others)
+    next_starts = starts[after.clamp(max=starts.shape[0] - 1)]
+    hit_after = (after < starts.shape[0]) & (next_starts < others + second_run)
+    return bool((hit_before | hit_after).any())
 
 
 def check_no_overlap(

@@ -121,6 +121,7 @@ def plan_sparse_decode(
         check_type(OP, "extra_kv_format", extra_kv_format, KvFormat, "a mlacast.KvFormat or None")
     if num_splits is not None:
         check_num_splits(OP, num_splits)
+    check_type(OP, "batch_invariant", batch_invariant, bool, "a bool")
     return SparseDecodeSchedule(
         s_q, h_q, topk, kv_format, extra_topk, extra_kv_format, num_splits or 1, batch_invariant
     )

@@ -58,6 +58,19 @@ def check_indices(
         fail(op, argument, f"have values in [0, {num_rows}) or -1", f"{value} at {where}")
 
 
+def check_slots(op: str, slots: torch.Tensor, num_slots: int) -> None:
+    """Every slot is -1 (skip) or exists."""
+    bad = (slots < -1) | (slots >= num_slots)
+    if bool(bad.any()):
+        where = int(bad.nonzero()[0])
+        fail(
+            op,
+            "slots",
+            f"have values in [0, {num_slots}) or -1",
+            f"{int(slots[where])} at [{where}]",
+        )
+
+
 def check_positions(
     op: str, positions: torch.Tensor | None, cos_sin_cache: torch.Tensor | None, live: torch.Tensor
 ) -> None:

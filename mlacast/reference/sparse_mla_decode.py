@@ -40,6 +40,8 @@ def _attend_in_splits(
     num_splits: int,
 ) -> AttentionState:
     """Attend in ``num_splits`` equal ranges of index columns and merge."""
+    # More splits than columns only add empty ones, which change nothing.
+    num_splits = min(num_splits, width)
     if num_splits <= 1:
         return attend(q, rows, score_scale)
     per_split = -(-width // num_splits)
