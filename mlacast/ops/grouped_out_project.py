@@ -61,7 +61,8 @@ def grouped_out_project(
     projected: torch.Tensor = torch.ops.mlacast.grouped_out_project(
         source.data,
         source.sf,
-        weight,
+        # Forward only: a parameter's result carries no graph that backward could not follow.
+        weight.detach(),
         source.out_format,
         source.scale,
         source.row_start,

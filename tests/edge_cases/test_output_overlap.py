@@ -44,3 +44,13 @@ def test_codes_and_scales_that_share_memory_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^sparse_mla_prefill: out must not share .* out.sf,"):
         mlacast.sparse_mla_prefill(q, q[:, 0], indices, sm_scale=1.0, out=out)
     assert not bool(raw.any())
+
+
+def test_columns_of_every_head_are_told_apart() -> None:
+    """Query and output share each head's row of a wider buffer, but no byte."""
+    wide = torch.zeros(3, 4, 1024, dtype=BF16)
+    wide[:, :, 512:] = 1.0
+    call(wide[:, :, :512], wide[:, :, 512:])
+    assert bool((wide == 1.0).all())
+    with pytest.raises(ValueError, match="must not share memory with q"):
+        call(wide[:, :, 256:768], wide[:, :, 512:])
