@@ -15,6 +15,8 @@ def _cuda_arch(index: int) -> str:
 
 def arch_of(device: torch.device) -> str:
     """Name the architecture of ``device``: "cpu", "sm90", ...; else its device type."""
-    if device.type == "cuda" and torch.version.hip is None:
+    if device.type == "cuda" and torch.version.hip is not None:
+        return "hip"
+    if device.type == "cuda":
         return _cuda_arch(torch.cuda.current_device() if device.index is None else device.index)
     return device.type

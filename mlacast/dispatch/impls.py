@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mlacast.dispatch.features import KV_FEATURES, OUT_FEATURES, QUERY_FEATURES
+
 BACKENDS = ("reference", "triton", "hopper")
+
+# Architectures the portable kernels are written for.
+PORTABLE_ARCHS = frozenset(
+    {"sm80", "sm86", "sm87", "sm89", "sm90", "sm100", "sm103", "sm110", "sm120", "sm121", "hip"}
+)
 
 
 @dataclass(frozen=True)
@@ -17,6 +24,7 @@ class Impl:
         target: ``module:function``, imported on first use.
         archs: Architectures it runs on; None means every device torch has.
         features: Features it has; None means every feature, which only the reference may claim.
+        requires: Top-level modules it needs, beside torch.
     """
 
     op: str
@@ -24,6 +32,7 @@ class Impl:
     target: str
     archs: frozenset[str] | None = None
     features: frozenset[str] | None = None
+    requires: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse rows that could never be selected."""
@@ -44,6 +53,25 @@ OPS = (
     "grouped_out_project",
 )
 
-IMPLS: tuple[Impl, ...] = tuple(
-    Impl(op, "reference", f"mlacast.reference.launch:{op}") for op in OPS
+_REFERENCE = tuple(Impl(op, "reference", f"mlacast.reference.launch:{op}") for op in OPS)
+
+_PORTABLE = (
+    Impl(
+        "sparse_mla_prefill",
+        "triton",
+        "mlacast.kernels.triton.sparse_mla_prefill:launch_sparse_mla_prefill",
+        PORTABLE_ARCHS,
+        QUERY_FEATURES | OUT_FEATURES,
+        ("triton",),
+    ),
+    Impl(
+        "sparse_mla_decode",
+        "triton",
+        "mlacast.kernels.triton.sparse_mla_decode:launch_sparse_mla_decode",
+        PORTABLE_ARCHS,
+        QUERY_FEATURES | OUT_FEATURES | KV_FEATURES,
+        ("triton",),
+    ),
 )
+
+IMPLS: tuple[Impl, ...] = _PORTABLE + _REFERENCE

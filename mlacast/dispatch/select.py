@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,11 +22,21 @@ class Verdict:
 
     backend: str
     reason: str
+    needs_package: bool = False
 
     @property
     def covers(self) -> bool:
         """Whether the implementation can run the call."""
         return not self.reason
+
+
+@functools.cache
+def is_installed(module: str) -> bool:
+    """Whether a top-level module can be imported, without importing it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False
 
 
 def judge(impl: Impl, required: Iterable[str], arch: str) -> Verdict:
@@ -34,6 +45,9 @@ def judge(impl: Impl, required: Iterable[str], arch: str) -> Verdict:
         return Verdict(
             impl.backend, f"needs {' or '.join(sorted(impl.archs))}, the call runs on {arch}"
         )
+    absent = [module for module in impl.requires if not is_installed(module)]
+    if absent:
+        return Verdict(impl.backend, f"needs {', '.join(absent)}, found none", needs_package=True)
     missing = sorted(set(required) - impl.features) if impl.features is not None else []
     return Verdict(impl.backend, f"missing {', '.join(missing)}" if missing else "")
 
@@ -47,8 +61,8 @@ def select(
 ) -> Impl:
     """Return the first implementation of the table, in order of preference, that covers the call.
 
-    Pure: reads neither a device nor the environment. A backend asked for by name never falls back
-    to another.
+    Reads neither a device nor the environment, only which optional packages are installed. A
+    backend asked for by name never falls back to another.
 
     Args:
         op: Name of the operation.
@@ -59,6 +73,7 @@ def select(
 
     Raises:
         ValueError: ``backend`` is no backend's name.
+        ImportError: The named backend needs a package that is not installed.
         UnsupportedError: Nothing, or not the named backend, covers the call; lists what each
             candidate lacks.
     """
@@ -70,6 +85,10 @@ def select(
         verdict = judge(impl, required, arch)
         if verdict.covers:
             return impl
+        if backend is not None and verdict.needs_package:
+            raise ImportError(
+                f"{op}: backend {backend!r} {verdict.reason} (pip install 'mlacast[triton]')"
+            )
         reasons.append(f"{impl.backend}: {verdict.reason}")
         missing.append(verdict.reason)
     if not rows:

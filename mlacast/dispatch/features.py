@@ -1,0 +1,33 @@
+"""Names of the features that calls need and implementations declare."""
+
+from __future__ import annotations
+
+from mlacast.descriptors.kv_format import ALL_KV_FORMATS
+from mlacast.descriptors.out_format import FP8_GROUP_LAYOUTS, FP8_GROUP_SF, FP8_GROUP_SIZES
+
+QUERY_FEATURES = frozenset(
+    {
+        "d_qk:512",
+        "d_qk:576",
+        "q_order:head",
+        "q_order:chunk16",
+        "q_norm",
+        "rope:interleaved",
+        "rope:half",
+        "attn_sink",
+    }
+)
+
+OUT_FEATURES = frozenset(
+    {"out:bf16", "out:fp8_tensor", "out:nvfp4", "out:mxfp8:head", "out:mxfp8:chunk32"}
+    | {
+        f"out:fp8_group:{size}:{sf}:{layout}"
+        for size in FP8_GROUP_SIZES
+        for sf in FP8_GROUP_SF
+        for layout in FP8_GROUP_LAYOUTS
+    }
+)
+
+KV_FEATURES = frozenset(
+    f"{pool}:{kv_format.name}" for pool in ("kv", "extra_kv") for kv_format in ALL_KV_FORMATS
+)

@@ -1,0 +1,1 @@
+"""Device kernels. Imported on use, never by ``import mlacast``."""

@@ -1,0 +1,1 @@
+"""Device helpers shared by two or more kernels, and their host side."""

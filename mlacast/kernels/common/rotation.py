@@ -1,0 +1,72 @@
+"""RoPE on the last 64 columns of a tile, in float32."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_rotated(
+    base_ptr,
+    offsets,
+    partner_offsets,
+    mask,
+    table_ptr,
+    stride_table,
+    table_row,
+    D: tl.constexpr,
+    HALF_PAIRING: tl.constexpr,
+):
+    """Load a tile [BLOCK_H, D] and rotate its last 64 columns; the result has the dtype of memory.
+
+    Each rotated element loads its partner as well, which keeps the work elementwise.
+    ``partner_offsets`` addresses the partner of every column (see ``partner_column``).
+    """
+    d = tl.arange(0, D)
+    is_rope = d >= D - 64
+    x = tl.load(base_ptr + offsets, mask=mask, other=0.0)
+    partner = tl.load(base_ptr + partner_offsets, mask=mask & is_rope[None, :], other=0.0)
+    within = d - (D - 64)
+    pair = within % 32 if HALF_PAIRING else within // 2
+    is_first = (within < 32) if HALF_PAIRING else (within % 2 == 0)
+    row_ptr = table_ptr + table_row * stride_table
+    cos = tl.load(row_ptr + pair, mask=is_rope, other=1.0)
+    sin = tl.load(row_ptr + 32 + pair, mask=is_rope, other=0.0)
+    signed_sin = tl.where(is_first, -sin, sin)
+    rotated = x.to(tl.float32) * cos[None, :] + partner.to(tl.float32) * signed_sin[None, :]
+    return tl.where(is_rope[None, :], rotated.to(x.dtype), x)
+
+
+@triton.jit
+def partner_column(d, D: tl.constexpr, HALF_PAIRING: tl.constexpr):
+    """Column that ``d`` of the last 64 is rotated with; other columns name themselves."""
+    within = d - (D - 64)
+    partner = tl.where(within < 32, d + 32, d - 32) if HALF_PAIRING else d ^ 1
+    return tl.where(within >= 0, partner, d)
+
+
+@triton.jit
+def rotate_back_last_64(
+    x, table_ptr, stride_table, table_row, BLOCK_H: tl.constexpr, HALF_PAIRING: tl.constexpr
+):
+    """Rotate the last 64 columns of ``x [BLOCK_H, 512]`` by the negative angle of a table row.
+
+    The 64 columns are taken out, rotated and put back: cosines for all 512 columns would cost a
+    thread hundreds of registers.
+    """
+    blocks = tl.reshape(x, (BLOCK_H, 8, 64))
+    is_rope = (tl.arange(0, 8) == 7)[None, :, None]
+    # -0.0 is the identity of addition: the sum over blocks returns the last one bit for bit.
+    rope = tl.sum(tl.where(is_rope, blocks, -0.0), 1)
+    pair = tl.arange(0, 32)
+    row_ptr = table_ptr + table_row * stride_table
+    cos = tl.load(row_ptr + pair)[None, :]
+    sin = tl.load(row_ptr + 32 + pair)[None, :]
+    if HALF_PAIRING:
+        first, second = tl.split(tl.permute(tl.reshape(rope, (BLOCK_H, 2, 32)), (0, 2, 1)))
+    else:
+        first, second = tl.split(tl.reshape(rope, (BLOCK_H, 32, 2)))
+    rotated = tl.join(first * cos + second * sin, second * cos - first * sin)
+    if HALF_PAIRING:
+        rotated = tl.permute(rotated, (0, 2, 1))
+    rotated = tl.reshape(rotated, (BLOCK_H, 1, 64))
+    return tl.reshape(tl.where(is_rope, rotated, blocks), (BLOCK_H, 512))

@@ -1,0 +1,71 @@
+"""Host side of the storing epilogue: a QuantizedTensor as kernel arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mlacast.descriptors.out_format import Bf16, Fp8Tensor, Nvfp4
+from mlacast.descriptors.quantized_tensor import QuantizedTensor
+
+_BLOCK_KINDS = {"float32": 2, "float32_pow2": 3, "ue8m0_packed": 4}
+
+
+@dataclass(frozen=True)
+class StoreTarget:
+    """Arguments of ``store_output``, split into tensors, numbers and compile-time values."""
+
+    tensors: dict[str, torch.Tensor]
+    numbers: dict[str, int]
+    constants: dict[str, Any]
+
+
+def _kind(out: QuantizedTensor) -> int:
+    if isinstance(out.format, Bf16):
+        return 0
+    if isinstance(out.format, Fp8Tensor):
+        return 1
+    return 5 if isinstance(out.format, Nvfp4) else _BLOCK_KINDS[out.format.sf_kind]
+
+
+def store_target(out: QuantizedTensor) -> StoreTarget:
+    """Describe where and how a kernel stores into ``out``.
+
+    Absent tensors are replaced by ``out.data``, which the kernel then does not touch.
+    """
+    data, sf, fmt = out.data, out.sf, out.format
+    swizzled = isinstance(fmt, Nvfp4)
+    padding_rows = 0
+    if sf is not None and out.ends_buffer and out.num_tokens:
+        if swizzled:
+            padding_rows = sf.shape[0] - out.total_tokens
+        else:
+            padded = out.sf_rows_with_padding()
+            padding_rows = (sf if padded is None else padded).shape[0] - out.num_tokens
+    scale = fmt.scale_tensor(data.device)
+    return StoreTarget(
+        tensors={
+            "data_ptr": data if isinstance(fmt, Bf16) else data.view(torch.uint8),
+            "sf_ptr": data if sf is None else sf.view(torch.uint8) if swizzled else sf,
+            "scale_ptr": data if scale is None else scale,
+        },
+        numbers={
+            "stride_data_token": data.stride(0),
+            "stride_data_group": data.stride(1),
+            "stride_sf_token": 0 if sf is None or swizzled else sf.stride(0),
+            "stride_sf_group": 0 if sf is None or swizzled else sf.stride(1),
+            "stride_sf_word": 0 if sf is None or swizzled else sf.stride(2),
+            "row_start": out.row_start,
+            "padding_rows": padding_rows,
+        },
+        constants={
+            "KIND": _kind(out),
+            "GROUP": fmt.sf_vec_size or 512,
+            "F": out.features,
+            "CHUNK32": fmt.order == "chunk32",
+            "AMAX_FLOOR": fmt.amax_floor,
+            "SF_COLUMN_TILES": sf.shape[1] // 4 if sf is not None and swizzled else 0,
+        },
+    )

@@ -1,0 +1,1 @@
+"""Tile sizes and heuristics: pure functions of shape and device."""

@@ -1,0 +1,53 @@
+"""Tile sizes of the portable sparse attention kernels."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """Heads and keys of a program's tile, and how Triton schedules it."""
+
+    block_h: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def tile_config(num_heads: int) -> TileConfig:
+    """Pick a tile for ``num_heads`` query heads; pure, so results do not depend on tuning."""
+    if num_heads <= 16:
+        return TileConfig(block_h=16, block_n=32, num_warps=4, num_stages=2)
+    if num_heads <= 32:
+        return TileConfig(block_h=32, block_n=32, num_warps=4, num_stages=2)
+    return TileConfig(block_h=64, block_n=32, num_warps=8, num_stages=2)
+
+
+def choose_num_splits(
+    programs: int, width: int, block_n: int, device: torch.device, batch_invariant: bool
+) -> int:
+    """Pick how many programs share one row of indices.
+
+    Args:
+        programs: Programs of an un-split launch.
+        width: Index columns of both lists.
+        block_n: Keys per block.
+        device: Device of the launch.
+        batch_invariant: Decide by ``width`` alone, so a row is cut the same way in every batch.
+    """
+    blocks = max(1, -(-width // block_n))
+    if batch_invariant:
+        return min(-(-blocks // 4), 16)
+    return max(1, min(num_multiprocessors(device) // max(programs, 1), -(-blocks // 2), 32))
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a device; 1 where there are none to ask about."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

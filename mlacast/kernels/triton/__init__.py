@@ -1,0 +1,1 @@
+"""Portable kernels in plain Triton, one file per operation."""

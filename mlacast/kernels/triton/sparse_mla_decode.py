@@ -1,0 +1,524 @@
+"""Portable ``sparse_mla_decode``: paged caches, two pools, split-KV, epilogue after the merge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from mlacast.descriptors.kv_format import KvFormat
+from mlacast.descriptors.quantized_tensor import QuantizedTensor
+from mlacast.descriptors.rope import Rope
+from mlacast.kernels.common.device import on_device_of
+from mlacast.kernels.common.sparse_attention import attend_pool, finish_rows, load_query
+from mlacast.kernels.common.store import store_output
+from mlacast.kernels.common.targets import store_target
+from mlacast.kernels.config.sparse_attention import choose_num_splits, tile_config
+
+
+@triton.jit
+def _row_length(length_ptr, stride, token, width, HAS_LENGTH: tl.constexpr):
+    """Entries of the row that count, clamped to [0, width]."""
+    length = width
+    if HAS_LENGTH:
+        length = tl.minimum(tl.maximum(tl.load(length_ptr + token * stride), 0), width)
+    return length
+
+
+# Counts and strides that vary while serving must not pick another variant of the kernel.
+_VARYING_IN_EPILOGUE = [
+    "table_rows",
+    "stride_positions",
+    "row_start",
+    "padding_rows",
+    "num_tokens",
+    "num_splits",
+    "stride_sf_token",
+    "stride_sf_group",
+    "stride_sf_word",
+]
+_VARYING = [
+    "page_size",
+    "num_slots",
+    "stride_indices",
+    "topk",
+    "stride_length",
+    "extra_page_size",
+    "extra_num_slots",
+    "extra_stride_indices",
+    "extra_topk",
+    "extra_stride_length",
+    *_VARYING_IN_EPILOGUE,
+]
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _sparse_mla_decode_kernel(
+    q_ptr,
+    stride_q_token,
+    stride_q_head,
+    cache_ptr,
+    stride_page,
+    stride_slot,
+    page_size,
+    num_slots,
+    indices_ptr,
+    stride_indices,
+    topk,
+    length_ptr,
+    stride_length,
+    extra_cache_ptr,
+    extra_stride_page,
+    extra_stride_slot,
+    extra_page_size,
+    extra_num_slots,
+    extra_indices_ptr,
+    extra_stride_indices,
+    extra_topk,
+    extra_length_ptr,
+    extra_stride_length,
+    sink_ptr,
+    table_ptr,
+    stride_table,
+    table_rows,
+    positions_ptr,
+    stride_positions,
+    lse_ptr,
+    partial_out_ptr,
+    partial_max_ptr,
+    partial_sum_ptr,
+    data_ptr,
+    sf_ptr,
+    scale_ptr,
+    stride_data_token,
+    stride_data_group,
+    stride_sf_token,
+    stride_sf_group,
+    stride_sf_word,
+    row_start,
+    padding_rows,
+    num_tokens,
+    num_heads,
+    num_splits,
+    eps,
+    sm_scale,
+    D_QK: tl.constexpr,
+    CHUNK16: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_ROPE: tl.constexpr,
+    HALF_PAIRING: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    HAS_LENGTH: tl.constexpr,
+    FORMAT: tl.constexpr,
+    INLINE: tl.constexpr,
+    HAS_EXTRA: tl.constexpr,
+    HAS_EXTRA_LENGTH: tl.constexpr,
+    EXTRA_FORMAT: tl.constexpr,
+    EXTRA_INLINE: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    F: tl.constexpr,
+    CHUNK32: tl.constexpr,
+    AMAX_FLOOR: tl.constexpr,
+    SF_COLUMN_TILES: tl.constexpr,
+):
+    """One split of BLOCK_H heads of one token. Grid: (s_q * ceil(h_q / BLOCK_H), num_splits).
+
+    Blocks of the main list, then of the extra list, are cut into ``num_splits`` equal runs. A split
+    leaves its un-normalised float32 state in the partial buffers; the only one (IS_SPLIT False)
+    goes through the epilogue at once.
+    """
+    head_blocks = tl.cdiv(num_heads, BLOCK_H)
+    token = (tl.program_id(0) // head_blocks).to(tl.int64)
+    head_start = (tl.program_id(0) % head_blocks) * BLOCK_H
+    split = tl.program_id(1)
+    length = _row_length(length_ptr, stride_length, token, topk, HAS_LENGTH)
+    main_blocks = tl.cdiv(length, BLOCK_N)
+    total_blocks = main_blocks
+    extra_length = 0
+    if HAS_EXTRA:
+        extra_length = _row_length(
+            extra_length_ptr, extra_stride_length, token, extra_topk, HAS_EXTRA_LENGTH
+        )
+        total_blocks += tl.cdiv(extra_length, BLOCK_N)
+    per_split = tl.cdiv(total_blocks, num_splits)
+    first = tl.minimum(split * per_split, total_blocks)
+    last = tl.minimum(first + per_split, total_blocks)
+    table_row = token * 0
+    if HAS_ROPE:
+        position = tl.load(positions_ptr + token * stride_positions).to(tl.int64)
+        table_row = tl.minimum(tl.maximum(position, 0), table_rows - 1)
+    q, q_tail, score_scale = load_query(
+        q_ptr,
+        stride_q_token,
+        stride_q_head,
+        token,
+        head_start,
+        num_heads,
+        eps,
+        table_ptr,
+        stride_table,
+        table_row,
+        sm_scale,
+        BLOCK_H,
+        D_QK,
+        CHUNK16,
+        HAS_NORM,
+        HAS_ROPE,
+        HALF_PAIRING,
+    )
+    acc, running_max, running_sum = attend_pool(
+        q,
+        q_tail,
+        score_scale,
+        tl.zeros((BLOCK_H, 512), tl.float32),
+        tl.full((BLOCK_H,), -float("inf"), tl.float32),
+        tl.zeros((BLOCK_H,), tl.float32),
+        cache_ptr,
+        stride_page,
+        stride_slot,
+        page_size,
+        num_slots,
+        indices_ptr + token * stride_indices,
+        length,
+        tl.minimum(first, main_blocks),
+        tl.minimum(last, main_blocks),
+        FORMAT,
+        INLINE,
+        D_QK,
+        BLOCK_N,
+    )
+    if HAS_EXTRA:
+        acc, running_max, running_sum = attend_pool(
+            q,
+            q_tail,
+            score_scale,
+            acc,
+            running_max,
+            running_sum,
+            extra_cache_ptr,
+            extra_stride_page,
+            extra_stride_slot,
+            extra_page_size,
+            extra_num_slots,
+            extra_indices_ptr + token * extra_stride_indices,
+            extra_length,
+            tl.maximum(first - main_blocks, 0),
+            tl.maximum(last - main_blocks, 0),
+            EXTRA_FORMAT,
+            EXTRA_INLINE,
+            D_QK,
+            BLOCK_N,
+        )
+    head = head_start + tl.arange(0, BLOCK_H)
+    if IS_SPLIT:
+        row = (split * num_tokens + token) * num_heads + head
+        d = tl.arange(0, 512)
+        mask = (head < num_heads)[:, None] & (d >= 0)[None, :]
+        tl.store(partial_out_ptr + row[:, None] * 512 + d[None, :], acc, mask=mask)
+        tl.store(partial_max_ptr + row, running_max, mask=head < num_heads)
+        tl.store(partial_sum_ptr + row, running_sum, mask=head < num_heads)
+    else:
+        out, lse, _ = finish_rows(
+            acc,
+            running_max,
+            running_sum,
+            sink_ptr,
+            head_start,
+            num_heads,
+            table_ptr,
+            stride_table,
+            table_row,
+            BLOCK_H,
+            HAS_SINK,
+            HAS_ROPE and D_QK == 512,
+            HALF_PAIRING,
+        )
+        tl.store(lse_ptr + token * num_heads + head, lse, mask=head < num_heads)
+        store_output(
+            out,
+            head_start,
+            num_heads,
+            token,
+            data_ptr,
+            stride_data_token,
+            stride_data_group,
+            sf_ptr,
+            stride_sf_token,
+            stride_sf_group,
+            stride_sf_word,
+            scale_ptr,
+            row_start + token,
+            tl.where(token == num_tokens - 1, padding_rows, 0),
+            BLOCK_H,
+            KIND,
+            GROUP,
+            F,
+            CHUNK32,
+            AMAX_FLOOR,
+            SF_COLUMN_TILES,
+        )
+
+
+@triton.jit(do_not_specialize=_VARYING_IN_EPILOGUE)
+def _combine_splits_kernel(
+    partial_out_ptr,
+    partial_max_ptr,
+    partial_sum_ptr,
+    sink_ptr,
+    table_ptr,
+    stride_table,
+    table_rows,
+    positions_ptr,
+    stride_positions,
+    lse_ptr,
+    data_ptr,
+    sf_ptr,
+    scale_ptr,
+    stride_data_token,
+    stride_data_group,
+    stride_sf_token,
+    stride_sf_group,
+    stride_sf_word,
+    row_start,
+    padding_rows,
+    num_tokens,
+    num_heads,
+    num_splits,
+    HAS_ROPE: tl.constexpr,
+    ROTATE_BACK: tl.constexpr,
+    HALF_PAIRING: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    F: tl.constexpr,
+    CHUNK32: tl.constexpr,
+    AMAX_FLOOR: tl.constexpr,
+    SF_COLUMN_TILES: tl.constexpr,
+):
+    """Merge the splits of BLOCK_H heads of one token in ascending order, then the whole epilogue.
+
+    Grid: (s_q * ceil(h_q / BLOCK_H),). A split without keys has running sum 0 and a partial of
+    zeros, written like any other.
+    """
+    head_blocks = tl.cdiv(num_heads, BLOCK_H)
+    token = (tl.program_id(0) // head_blocks).to(tl.int64)
+    head_start = (tl.program_id(0) % head_blocks) * BLOCK_H
+    head = head_start + tl.arange(0, BLOCK_H)
+    in_range = head < num_heads
+    d = tl.arange(0, 512)
+    mask = in_range[:, None] & (d >= 0)[None, :]
+    acc = tl.zeros((BLOCK_H, 512), tl.float32)
+    running_max = tl.full((BLOCK_H,), -float("inf"), tl.float32)
+    running_sum = tl.zeros((BLOCK_H,), tl.float32)
+    for split in range(num_splits):
+        row = (split * num_tokens + token) * num_heads + head
+        part_max = tl.load(partial_max_ptr + row, mask=in_range, other=-float("inf"))
+        part_sum = tl.load(partial_sum_ptr + row, mask=in_range, other=0.0)
+        part = tl.load(partial_out_ptr + row[:, None] * 512 + d[None, :], mask=mask, other=0.0)
+        new_max = tl.maximum(running_max, part_max)
+        shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+        alpha = tl.exp2(running_max - shift)
+        beta = tl.exp2(part_max - shift)
+        acc = acc * alpha[:, None] + part * beta[:, None]
+        running_sum = running_sum * alpha + part_sum * beta
+        running_max = new_max
+    table_row = token * 0
+    if HAS_ROPE:
+        position = tl.load(positions_ptr + token * stride_positions).to(tl.int64)
+        table_row = tl.minimum(tl.maximum(position, 0), table_rows - 1)
+    out, lse, _ = finish_rows(
+        acc,
+        running_max,
+        running_sum,
+        sink_ptr,
+        head_start,
+        num_heads,
+        table_ptr,
+        stride_table,
+        table_row,
+        BLOCK_H,
+        HAS_SINK,
+        ROTATE_BACK,
+        HALF_PAIRING,
+    )
+    tl.store(lse_ptr + token * num_heads + head, lse, mask=in_range)
+    store_output(
+        out,
+        head_start,
+        num_heads,
+        token,
+        data_ptr,
+        stride_data_token,
+        stride_data_group,
+        sf_ptr,
+        stride_sf_token,
+        stride_sf_group,
+        stride_sf_word,
+        scale_ptr,
+        row_start + token,
+        tl.where(token == num_tokens - 1, padding_rows, 0),
+        BLOCK_H,
+        KIND,
+        GROUP,
+        F,
+        CHUNK32,
+        AMAX_FLOOR,
+        SF_COLUMN_TILES,
+    )
+
+
+def _pool_arguments(
+    kv_format: KvFormat, cache: torch.Tensor, indices: torch.Tensor, lengths: torch.Tensor | None
+) -> list[Any]:
+    """One pool as kernel arguments, cache to length stride."""
+    rows = kv_format.name == "BF16"
+    flat = cache if rows else cache.view(torch.uint8)
+    return [
+        flat,
+        flat.stride(0),
+        flat.stride(1),
+        flat.shape[1],
+        flat.shape[0] * flat.shape[1],
+        indices,
+        indices.stride(0),
+        indices.shape[1],
+        indices if lengths is None else lengths,
+        0 if lengths is None else lengths.stride(0),
+    ]
+
+
+_RECORDS = {
+    "BF16": "rows",
+    "FP8": "fp8",
+    "V32": "v32",
+    "V4": "v4",
+    "V41": "v41",
+    "V41_INLINE": "v41",
+    "V41_FP4": "v41_fp4",
+    "V41_FP4_INLINE": "v41_fp4",
+    "NVFP4_384": "nvfp4_384",
+}
+
+
+def launch_sparse_mla_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    kv_format: KvFormat,
+    sm_scale: float,
+    topk_length: torch.Tensor | None,
+    extra_k_cache: torch.Tensor | None,
+    extra_indices: torch.Tensor | None,
+    extra_topk_length: torch.Tensor | None,
+    extra_kv_format: KvFormat | None,
+    attn_sink: torch.Tensor | None,
+    q_norm_eps: float | None,
+    rope: Rope | None,
+    q_order: str,
+    num_splits: int | None,
+    batch_invariant: bool,
+    workspace: torch.Tensor | None,
+    out: QuantizedTensor,
+    lse: torch.Tensor,
+) -> None:
+    """Fill ``out`` and ``lse``; arguments as in ``mlacast.sparse_mla_decode``."""
+    num_tokens, num_heads, d_qk = q.shape
+    target = store_target(out)
+    config = tile_config(num_heads)
+    programs = num_tokens * triton.cdiv(num_heads, config.block_h)
+    pool = _pool_arguments(kv_format, k_cache, indices, topk_length)
+    extra_pool, extra_format = pool, kv_format
+    width = indices.shape[1]
+    has_extra = False
+    if extra_k_cache is not None and extra_indices is not None and extra_kv_format is not None:
+        has_extra, extra_format = True, extra_kv_format
+        extra_pool = _pool_arguments(
+            extra_kv_format, extra_k_cache, extra_indices, extra_topk_length
+        )
+        width += extra_indices.shape[1]
+    splits = num_splits or choose_num_splits(
+        programs, width, config.block_n, q.device, batch_invariant
+    )
+    partials: list[torch.Tensor] = [lse, lse, lse]
+    if splits > 1:
+        rows = splits * num_tokens * num_heads
+        scratch = (
+            torch.empty(rows * 514, dtype=torch.float32, device=q.device)
+            if workspace is None
+            else workspace.view(torch.float32)
+        )
+        partials = [scratch, scratch[rows * 512 :], scratch[rows * 513 :]]
+    rope_arguments = [
+        lse if attn_sink is None else attn_sink,
+        lse if rope is None else rope.cos_sin_cache,
+        0 if rope is None else rope.cos_sin_cache.stride(0),
+        0 if rope is None else rope.cos_sin_cache.shape[0],
+        indices if rope is None else rope.positions,
+        0 if rope is None else rope.positions.stride(0),
+        lse,
+    ]
+    flags = {
+        "HAS_ROPE": rope is not None,
+        "HALF_PAIRING": rope is not None and rope.pairing == "half",
+        "HAS_SINK": attn_sink is not None,
+    }
+    with on_device_of(q):
+        _sparse_mla_decode_kernel[(programs, splits)](
+            q,
+            q.stride(0),
+            q.stride(1),
+            *pool,
+            *extra_pool,
+            *rope_arguments,
+            *partials,
+            *target.tensors.values(),
+            *target.numbers.values(),
+            num_tokens,
+            num_heads,
+            splits,
+            q_norm_eps or 0.0,
+            sm_scale,
+            D_QK=d_qk,
+            CHUNK16=q_order == "chunk16",
+            HAS_NORM=q_norm_eps is not None,
+            HAS_LENGTH=topk_length is not None,
+            FORMAT=_RECORDS[kv_format.name],
+            INLINE=kv_format.placement == "inline",
+            HAS_EXTRA=has_extra,
+            HAS_EXTRA_LENGTH=extra_topk_length is not None,
+            EXTRA_FORMAT=_RECORDS[extra_format.name],
+            EXTRA_INLINE=extra_format.placement == "inline",
+            IS_SPLIT=splits > 1,
+            BLOCK_H=config.block_h,
+            BLOCK_N=config.block_n,
+            **flags,
+            **target.constants,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            enable_fp_fusion=False,
+        )
+        if splits > 1:
+            block_h = min(config.block_h, 16)
+            _combine_splits_kernel[(num_tokens * triton.cdiv(num_heads, block_h),)](
+                *partials,
+                *rope_arguments,
+                *target.tensors.values(),
+                *target.numbers.values(),
+                num_tokens,
+                num_heads,
+                splits,
+                ROTATE_BACK=rope is not None and d_qk == 512,
+                BLOCK_H=block_h,
+                **flags,
+                **target.constants,
+                num_warps=4,
+                enable_fp_fusion=False,
+            )
