@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH = (2, 11)
 EXTRAS = "cli,transformers,dev"
+KERNEL_TRITON = "3.6.0"
 
 
 def host_torch() -> str | None:
@@ -91,6 +92,18 @@ def create(environment: Path, torch_version: str | None) -> Path:
     return python
 
 
+def run_pip(command: list[str]) -> None:
+    """Run pip, or end with a pointer to its message."""
+    if subprocess.run(command, cwd=ROOT).returncode != 0:
+        raise SystemExit("make_env: pip failed; its message is above")
+
+
+def has_triton(python: Path) -> bool:
+    """Whether triton can be found by the environment's interpreter."""
+    probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec('triton') is None)"
+    return subprocess.run([str(python), "-c", probe]).returncode == 0
+
+
 def main() -> None:
     """Create the environment named by the first argument and install the project into it."""
     if sys.version_info < OLDEST_PYTHON:
@@ -113,8 +126,11 @@ def main() -> None:
     install += ["--constraint", str(constraints)]
     # The project is built with the environment's setuptools: pinned, and nothing is fetched twice.
     for arguments in (["setuptools>=77"], ["--no-build-isolation", "-e", f"{ROOT}[{EXTRAS}]"]):
-        if subprocess.run([*install, *arguments], cwd=ROOT).returncode != 0:
-            raise SystemExit("make_env: pip failed; its message is above")
+        run_pip([*install, *arguments])
+    if not has_triton(python):
+        # A CPU build of torch brings none. Kernels are then tested in triton's interpreter and
+        # compiled, not run, so the version is free: the one the GPU results were recorded with.
+        run_pip([*install[: install.index("--constraint")], f"triton=={KERNEL_TRITON}"])
 
 
 if __name__ == "__main__":

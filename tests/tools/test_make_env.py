@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -86,3 +87,10 @@ def test_around_a_host_torch_its_own_packages_are_not_pinned(
     assert names.count("torch") == 1
     assert not {"typing-extensions", "sympy", "mpmath"} & set(names)
     assert {"pytest", "ruff", "numpy"} <= set(names)
+
+
+def test_triton_is_looked_for_in_the_environment_not_here(tmp_path: Path) -> None:
+    empty = tmp_path / "python"
+    empty.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    empty.chmod(0o755)
+    assert not make_env.has_triton(empty)
