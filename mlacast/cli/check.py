@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import mlacast
+from mlacast.cli.device import read_device
 from mlacast.cli.output import JsonFlag, console, print_json, with_progress
 from mlacast.cli.self_tests import SELF_TESTS, run_self_test
 
@@ -57,10 +58,10 @@ def check(
     The tests compare number formats code by code, and fused calls with a float64 computation of
     their own. Exit code 1 if one fails.
     """
+    place = read_device(device)
     try:
-        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         environment = _environment(place, backend)
-    except (ValueError, RuntimeError) as error:
+    except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     names = [test.title for test in SELF_TESTS]
     results = [

@@ -16,6 +16,7 @@ from mlacast.cli.demo_model import LAYER_TYPES, build_model, passage_tokens
 from mlacast.cli.demo_picture import draw_picture
 from mlacast.cli.demo_report import Report, as_json, print_report
 from mlacast.cli.demo_stages import Models, run_decode, run_prefill, warm_up
+from mlacast.cli.device import read_device
 from mlacast.cli.output import console, print_json, progress_bar
 from mlacast.integrations.transformers import fuse
 from mlacast.integrations.transformers.modeling import load_modeling
@@ -52,7 +53,7 @@ def run_demo(json: bool, out: Path | None, device: str | None, seed: int) -> int
     except ImportError as error:
         typer.echo(f"mlacast demo: {error}", err=True)
         return 1
-    place = _device(device)
+    place = read_device(device)
     folder = _folder(out)
     with _one_thread(place):
         report = _work(place, folder / PICTURE, seed, shown=not json)
@@ -61,16 +62,6 @@ def run_demo(json: bool, out: Path | None, device: str | None, seed: int) -> int
     else:
         print_report(report, console())
     return 0 if report.agrees else 1
-
-
-def _device(name: str | None) -> torch.device:
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=device)
-    # A torch without CUDA answers with an AssertionError.
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise typer.BadParameter(f"device {name!r}: {error}") from None
-    return device
 
 
 def _folder(out: Path | None) -> Path:

@@ -14,7 +14,10 @@ _EXTRA_OF_PACKAGE = {"matplotlib": "cli", "transformers": "transformers", "numpy
 
 def demo(
     out: Annotated[
-        Path | None, typer.Option(help="Folder for the picture; created if needed.")
+        Path | None,
+        typer.Option(
+            help="Folder for the picture, created if needed; the current one if not given."
+        ),
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, cuda:1, ...; a GPU is used if there is one.")

@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 
 import mlacast
+from mlacast.cli.device import read_device
 from mlacast.cli.output import JsonFlag, console, print_json
 
 
@@ -26,10 +27,10 @@ def explain(
 
     Exit code 1 if no backend, or not the one asked for, runs it there.
     """
+    place = read_device(device or "cpu")
     try:
-        found = mlacast.explain(op, device=device, backend=backend)
-    except (ValueError, RuntimeError) as error:
-        # RuntimeError is torch's word for a device string it cannot read.
+        found = mlacast.explain(op, device=place, backend=backend)
+    except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if json:
         print_json(asdict(found))

@@ -74,7 +74,7 @@ def dense_mla_decode(
     sizes: dict[str, Any] = {}
     check_query(OP, q, "B Q h_q d_qk", sizes)
     device = q.device
-    check_type(OP, "kv_format", kv_format, KvFormat, "a mlacast.KvFormat")
+    check_type(OP, "kv_format", kv_format, KvFormat, "a mlacast.KvFormat such as KvFormat.V4")
     if not isinstance(k_cache, torch.Tensor):
         raise TypeError(f"{OP}: k_cache must be a torch.Tensor, got {type(k_cache).__name__}")
     if k_cache.device != device:

@@ -15,7 +15,7 @@ from mlacast.descriptors.out_format import Bf16, OutFormat
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.descriptors.rope import Rope
 from mlacast.dispatch.arch import arch_of
-from mlacast.dispatch.impls import IMPLS, OPS
+from mlacast.dispatch.impls import BACKENDS, IMPLS, OPS
 from mlacast.dispatch.select import Verdict, judge, requested_backend
 from mlacast.errors import check_choice, fail
 from mlacast.ops.query import check_backend
@@ -31,7 +31,7 @@ class Explanation:
         requested: Backend asked for by argument or MLACAST_BACKEND, or None.
         backend: Backend that runs the call, or None if none does.
         features: What the call needs; empty when only the operation was named.
-        verdicts: Every candidate in order of preference, with what it lacks.
+        verdicts: Every backend, candidates first in order of preference, with what it lacks.
     """
 
     op: str
@@ -126,6 +126,12 @@ def explain(
     requested = requested_backend(op, backend)
     arch = arch_of(place)
     verdicts = tuple(judge(impl, features, arch) for impl in IMPLS if impl.op == op)
+    listed = {verdict.backend for verdict in verdicts}
+    verdicts += tuple(
+        Verdict(name, "does not implement this operation")
+        for name in BACKENDS
+        if name not in listed
+    )
     chosen = next(
         (v.backend for v in verdicts if v.covers and requested in (None, v.backend)), None
     )

@@ -46,7 +46,9 @@ def kv_cache_append(
     Source: formulas and byte maps in docs/formats.md.
     """
     d_qk = check_cache_arguments(OP, cache, slots, kv_format)
-    check_tensor(OP, "latent", latent, "n d_qk", {"n": slots.shape[0], "d_qk": d_qk}, dtype=_DTYPES)
+    sizes = {"n": slots.shape[0], "d_qk": d_qk}
+    remedy = "there is one row per slot"
+    check_tensor(OP, "latent", latent, "n d_qk", sizes, dtype=_DTYPES, remedy=remedy)
     check_tensor(OP, "latent", latent, "n d_qk", {}, device=cache.device, last_dim_contiguous=True)
     check_backend(OP, backend)
     torch.ops.mlacast.kv_cache_append(latent, slots, cache, kv_format.name, backend or "")
@@ -56,7 +58,7 @@ def check_cache_arguments(
     op: str, cache: torch.Tensor, slots: torch.Tensor, kv_format: KvFormat
 ) -> int:
     """Check a cache and its slots; return d_qk."""
-    check_type(op, "kv_format", kv_format, KvFormat, "a mlacast.KvFormat")
+    check_type(op, "kv_format", kv_format, KvFormat, "a mlacast.KvFormat such as KvFormat.V4")
     if not isinstance(cache, torch.Tensor):
         raise TypeError(f"{op}: cache must be a torch.Tensor, got {type(cache).__name__}")
     _, _, d_qk = kv_format.check_cache(op, "cache", cache)

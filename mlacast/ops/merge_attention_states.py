@@ -50,7 +50,8 @@ def merge_attention_states(
         backend: "reference", "triton", "hopper", or None for the best that covers the call.
 
     Returns:
-        out: ``out`` itself if given, else a bfloat16 tensor [T, h, d] or a QuantizedTensor.
+        out: ``out`` itself if given, else a bfloat16 tensor [T, h, d] or a QuantizedTensor
+            (any other format, or num_groups > 1).
         lse: float32 in ``lse_layout``. Where every part is empty: zeros and -inf. Zero tokens give
             empty results.
 

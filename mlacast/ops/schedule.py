@@ -114,7 +114,7 @@ def plan_sparse_decode(
             fail(OP, name, "not be negative", value)
     if not 1 <= h_q <= MAX_HEADS:
         fail(OP, "h_q", f"be 1 to {MAX_HEADS}", h_q)
-    check_type(OP, "kv_format", kv_format, KvFormat, "a mlacast.KvFormat")
+    check_type(OP, "kv_format", kv_format, KvFormat, "a mlacast.KvFormat such as KvFormat.V4")
     if extra_kv_format is None and extra_topk:
         fail(OP, "extra_kv_format", "be given with extra_topk", "None")
     if extra_kv_format is not None:

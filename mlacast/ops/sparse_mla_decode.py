@@ -93,7 +93,8 @@ def sparse_mla_decode(
         backend: "reference", "triton", "hopper", or None for the best that covers the call.
 
     Returns:
-        out: ``out`` itself if given, else a bfloat16 tensor [s_q, h_q, 512] or a QuantizedTensor.
+        out: ``out`` itself if given, else a bfloat16 tensor [s_q, h_q, 512] or a QuantizedTensor
+            (any other format, or num_groups > 1).
         lse: [s_q, h_q] float32, natural log, without the sink.
         A row without valid entries gives zeros and -inf. Zero tokens give empty results.
 
@@ -223,7 +224,9 @@ def _check_pool(
     device: torch.device,
 ) -> None:
     """Check one pool: format, cache, indices, lengths, and that its rows fit the query."""
-    check_type(op, f"{prefix}kv_format", kv_format, KvFormat, "a mlacast.KvFormat")
+    check_type(
+        op, f"{prefix}kv_format", kv_format, KvFormat, "a mlacast.KvFormat such as KvFormat.V4"
+    )
     if not isinstance(cache, torch.Tensor):
         raise TypeError(f"{op}: {prefix}k_cache must be a torch.Tensor, got {type(cache).__name__}")
     if cache.device != device:

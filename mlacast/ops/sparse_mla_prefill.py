@@ -80,7 +80,8 @@ def sparse_mla_prefill(
             backend never falls back; MLACAST_BACKEND applies to None.
 
     Returns:
-        out: ``out`` itself if given, else a bfloat16 tensor [s_q, h_q, 512] or a QuantizedTensor.
+        out: ``out`` itself if given, else a bfloat16 tensor [s_q, h_q, 512] or a QuantizedTensor
+            (any other format, or num_groups > 1).
         max_logits: [s_q, h_q] float32, largest logit (scaled, after the norm, without the sink).
         lse: [s_q, h_q] float32, natural log, without the sink.
         A row without valid entries gives zeros, -inf, -inf. Zero tokens give empty results.

@@ -26,6 +26,12 @@ from mlacast.errors import fail
 
 __all__ = ["decode", "permute_q_b_proj", "permute_wv_proj", "prefill"]
 
+
+def __dir__() -> list[str]:
+    """List the public names: the module stands in for a namespace of functions."""
+    return __all__
+
+
 OutPair = tuple[torch.Tensor, torch.Tensor]
 
 
