@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
+import pkgutil
 import re
 import types
 from collections.abc import Callable, Iterator
@@ -16,7 +18,11 @@ import pytest
 import mlacast
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+README = ROOT / "README.md"
+INDEX = ROOT / "docs" / "index.md"
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+DOCUMENTS = [README, *PAGES]
+OPERATION_PAGES = sorted((ROOT / "docs" / "ops").glob("*.md"))
 
 FENCE = re.compile(r"^```(.*)$")
 # A Python block runs unless the line above its fence says why it cannot.
@@ -69,7 +75,7 @@ def has_python(document: Path) -> bool:
     "document", [document for document in DOCUMENTS if has_python(document)], ids=relative
 )
 def test_python_blocks_run(document: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The blocks of a document share one namespace, in order, like a session at the prompt."""
+    """Blocks of a page build on each other, in order; each of the README runs on its own."""
     monkeypatch.chdir(tmp_path)
     module = types.ModuleType("document")
     has_transformers = importlib.util.find_spec("transformers") is not None
@@ -80,6 +86,8 @@ def test_python_blocks_run(document: Path, monkeypatch: pytest.MonkeyPatch, tmp_
         if "transformers" in block.text and not has_transformers:
             left_out.append(block.line)
             continue
+        if document == README:
+            module = types.ModuleType("block")
         # Leading newlines make line numbers of a traceback those of the document.
         source = "\n" * (block.line - 1) + block.text
         exec(compile(source, str(document), "exec"), module.__dict__)
@@ -99,9 +107,95 @@ def test_relative_links_lead_somewhere(document: Path) -> None:
     assert [link for link in links if not (document.parent / link).exists()] == []
 
 
+def linked_pages(document: Path) -> set[Path]:
+    """Documents that links of ``document`` name, folders not counted."""
+    links = LINK.findall(document.read_text(encoding="utf-8"))
+    return {(document.parent / link).resolve() for link in links if link.endswith(".md")}
+
+
+def test_every_page_is_reachable_from_the_readme() -> None:
+    reached, todo = {README}, [README]
+    while todo:
+        found = linked_pages(todo.pop()) - reached
+        reached |= found
+        todo.extend(found)
+    assert [relative(page) for page in PAGES if page not in reached] == []
+
+
+def test_the_index_links_every_page() -> None:
+    missing = set(PAGES) - {INDEX} - linked_pages(INDEX)
+    assert sorted(relative(page) for page in missing) == []
+
+
+# A signature in a document: a dotted name, its parameters, and what comes back.
+SIGNATURE = re.compile(r"^(mlacast\.[\w.]+)\(([^()]*)\) -> (\w+|\([\w, ]+\))$", re.MULTILINE)
+
+
+def written_signatures(document: Path) -> list[tuple[str, str, str]]:
+    """Name, parameters and result of every signature in the text blocks of a document."""
+    blocks = blocks_of(document.read_text(encoding="utf-8"))
+    texts = [block.text for block in blocks if block.language == "text"]
+    return [found for text in texts for found in SIGNATURE.findall(text)]
+
+
+def written_parameters(parameters: str) -> list[tuple[str, str, str]]:
+    """Name, kind and default of each parameter of a written signature."""
+    namespace: dict[str, Any] = {}
+    exec(f"def f({parameters}): pass", namespace)
+    return comparable(inspect.signature(namespace["f"]))
+
+
+def comparable(signature: inspect.Signature) -> list[tuple[str, str, str]]:
+    """Name, kind and default of each parameter but ``self``."""
+    return [
+        (parameter.name, parameter.kind.name, repr(parameter.default))
+        for parameter in signature.parameters.values()
+        if parameter.name != "self"
+    ]
+
+
+def number_of_values(signature: inspect.Signature) -> int:
+    """How many values a call gives, read from the annotation; a class has none and gives one."""
+    annotation = signature.return_annotation
+    if not isinstance(annotation, str):
+        return 1
+    returned = ast.parse(annotation, mode="eval").body
+    if not isinstance(returned, ast.Subscript) or not isinstance(returned.slice, ast.Tuple):
+        return 1
+    return len(returned.slice.elts)
+
+
+WRITTEN_SIGNATURES = [
+    pytest.param(*signature, id=f"{relative(page)}-{signature[0].rpartition('.')[2]}")
+    for page in PAGES
+    for signature in written_signatures(page)
+]
+
+
+@pytest.mark.parametrize(("name", "parameters", "result"), WRITTEN_SIGNATURES)
+def test_written_signatures_are_those_of_the_code(name: str, parameters: str, result: str) -> None:
+    signature = inspect.signature(pkgutil.resolve_name(name))
+    assert written_parameters(parameters) == comparable(signature)
+    assert result.count(",") + 1 == number_of_values(signature)
+
+
+@pytest.mark.parametrize("page", OPERATION_PAGES, ids=relative)
+def test_every_operation_page_has_its_signature_and_an_example(page: Path) -> None:
+    named = [name for name, _, _ in written_signatures(page)]
+    assert any(page.stem in name.split(".") for name in named), named
+    runs = [block for block in python_blocks(page) if block.not_run is None]
+    assert any(page.stem in block.text for block in runs)
+
+
+def test_every_operation_has_a_page() -> None:
+    from mlacast.dispatch.impls import OPS
+
+    assert set(OPS) <= {page.stem for page in OPERATION_PAGES}
+
+
 def _commands(program: str) -> set[str]:
     """Words that follow ``program`` in code of the README."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = README.read_text(encoding="utf-8")
     shell = [block.text for block in blocks_of(text) if block.language in ("sh", "text")]
     code = "\n".join([*shell, *re.findall(r"`([^`\n]+)`", text)])
     return set(re.findall(rf"(?:^|\s){program} ([a-z-]+)", code, flags=re.MULTILINE))
@@ -125,7 +219,7 @@ def test_commands_of_the_readme_exist() -> None:
 
 
 def test_the_example_at_the_top_is_short() -> None:
-    first = python_blocks(ROOT / "README.md")[0]
+    first = python_blocks(README)[0]
     assert first.line < 30, "the example is on the first screen"
     assert len([line for line in first.text.splitlines() if line.strip()]) <= 20
 
