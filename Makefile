@@ -1,5 +1,6 @@
 # make demo   create .venv on first use, then run the main job on a small DeepSeek-V4 model
 # make test   lint, types and the whole test suite
+# make test-gpu  the GPU tests, on a machine with one
 # make lint   only lint and types
 # make format rewrite the sources in the project's format
 # make clean  remove the environment and every build product
@@ -7,7 +8,7 @@
 # PYTHON=/path/to/python3 chooses the interpreter, JOBS=n the number of test processes.
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test lint format clean
+.PHONY: demo test test-gpu lint format clean
 
 # The first interpreter that can run everything; Python 3.10 only if there is nothing newer.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -31,6 +32,10 @@ demo: $(READY)
 test: lint
 	@mkdir -p $(TMPDIR)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) --dist worksteal
+
+test-gpu: $(READY)
+	@mkdir -p $(TMPDIR)
+	$(RUN) -m pytest tests/gpu -q
 
 lint: $(READY)
 	$(RUN) -m ruff check .

@@ -134,8 +134,8 @@ def workspace_size(schedule: SparseDecodeSchedule) -> int:
         schedule: From ``plan_sparse_decode``.
 
     Returns:
-        float32 partial outputs and lse of every split: ``num_splits * s_q * h_q * (512 + 1) * 4``;
-        0 for one split.
+        float32 outputs, maxima and sums of every split,
+        ``num_splits * s_q * h_q * (512 + 2) * 4``; 0 for one split.
 
     Raises:
         TypeError: ``schedule`` is no SparseDecodeSchedule.
@@ -145,4 +145,4 @@ def workspace_size(schedule: SparseDecodeSchedule) -> int:
     )
     if schedule.num_splits == 1:
         return 0
-    return schedule.num_splits * schedule.s_q * schedule.h_q * (D_V + 1) * 4
+    return schedule.num_splits * schedule.s_q * schedule.h_q * (D_V + 2) * 4

@@ -16,7 +16,7 @@ def _query_offsets(head, d, stride_q_head, num_heads, CHUNK16: tl.constexpr):
     if CHUNK16:
         offsets = (d // 16)[None, :] * (num_heads * 16) + head[:, None] * 16 + (d % 16)[None, :]
     else:
-        offsets = head[:, None] * stride_q_head + d[None, :]
+        offsets = head.to(tl.int64)[:, None] * stride_q_head + d[None, :]
     return offsets
 
 
@@ -75,13 +75,14 @@ def load_query(
     if D_QK == 576:
         tail_d = tl.arange(0, 64)
         tail_mask = (head < num_heads)[:, None] & (tail_d >= 0)[None, :]
-        tail_offsets = head[:, None] * stride_q_head + (512 + tail_d)[None, :]
+        tail_rows = head.to(tl.int64)[:, None] * stride_q_head
+        tail_offsets = tail_rows + (512 + tail_d)[None, :]
         if HAS_ROPE:
             partner = 512 + partner_column(tail_d, 64, HALF_PAIRING)
             tail = load_rotated(
                 base,
                 tail_offsets,
-                head[:, None] * stride_q_head + partner[None, :],
+                tail_rows + partner[None, :],
                 tail_mask,
                 table_ptr,
                 stride_table,

@@ -45,20 +45,28 @@ def _store_scale(
     mask,
     padding_rows,
     AS_BYTES: tl.constexpr,
+    SCALES: tl.constexpr,
 ):
-    """Store one scale per (head, block); bytes go four to a word."""
+    """Store one scale per (head, block); bytes go four to a word.
+
+    Where SCALES, those of a group, do not fill its last word, the last one also zeroes the rest.
+    """
     base = group.to(tl.int64) * stride_group
     if AS_BYTES:
         sf_ptr = sf_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
-        offsets = (base + (index // 4) * stride_word) * 4 + index % 4
+        offsets = (base + (index // 4).to(tl.int64) * stride_word) * 4 + index % 4
         step = stride_token * 4
+        zeros = (values * 0).to(tl.uint8)
         tl.store(sf_ptr + row * step + offsets, values.to(tl.uint8), mask=mask)
         for padding in range(padding_rows):
-            tl.store(
-                sf_ptr + (row + 1 + padding) * step + offsets, (values * 0).to(tl.uint8), mask=mask
-            )
+            tl.store(sf_ptr + (row + 1 + padding) * step + offsets, zeros, mask=mask)
+        if SCALES % 4 != 0:
+            last = mask & (index == SCALES - 1)
+            for rest in tl.static_range(1, 5 - SCALES % 4):
+                for padding in range(padding_rows + 1):
+                    tl.store(sf_ptr + (row + padding) * step + offsets + rest, zeros, mask=last)
     else:
-        offsets = base + index * stride_word
+        offsets = base + index.to(tl.int64) * stride_word
         tl.store(sf_ptr + row * stride_token + offsets, values, mask=mask)
         for padding in range(padding_rows):
             zeros = tl.zeros(values.shape, tl.float32)
@@ -185,4 +193,5 @@ def store_output(
                 scale_mask,
                 padding_rows,
                 KIND == FP8_UE8M0,
+                F // GROUP,
             )

@@ -11,6 +11,7 @@ import triton.language as tl
 from mlacast.descriptors.kv_format import KvFormat
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.descriptors.rope import Rope
+from mlacast.errors import fail
 from mlacast.kernels.common.device import on_device_of
 from mlacast.kernels.common.sparse_attention import attend_pool, finish_rows, load_query
 from mlacast.kernels.common.store import store_output
@@ -52,9 +53,28 @@ _VARYING = [
     "extra_stride_length",
     *_VARYING_IN_EPILOGUE,
 ]
+# Nor must where a slice of a bigger buffer happens to start.
+_UNALIGNED_IN_EPILOGUE = [
+    "sink_ptr",
+    "table_ptr",
+    "positions_ptr",
+    "lse_ptr",
+    "partial_out_ptr",
+    "partial_max_ptr",
+    "partial_sum_ptr",
+    "sf_ptr",
+    "scale_ptr",
+]
+_UNALIGNED = [
+    "indices_ptr",
+    "length_ptr",
+    "extra_indices_ptr",
+    "extra_length_ptr",
+    *_UNALIGNED_IN_EPILOGUE,
+]
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
 def _sparse_mla_decode_kernel(
     q_ptr,
     stride_q_token,
@@ -265,7 +285,10 @@ def _sparse_mla_decode_kernel(
         )
 
 
-@triton.jit(do_not_specialize=_VARYING_IN_EPILOGUE)
+@triton.jit(
+    do_not_specialize=_VARYING_IN_EPILOGUE,
+    do_not_specialize_on_alignment=_UNALIGNED_IN_EPILOGUE,
+)
 def _combine_splits_kernel(
     partial_out_ptr,
     partial_max_ptr,
@@ -394,6 +417,26 @@ def _pool_arguments(
     ]
 
 
+def _partials(
+    rows: int, workspace: torch.Tensor | None, device: torch.device
+) -> list[torch.Tensor]:
+    """Scratch of split states: outputs [rows, 512], maxima and sums [rows], float32."""
+    floats = rows * 514
+    if workspace is None:
+        scratch = torch.empty(floats, dtype=torch.float32, device=device)
+    else:
+        if workspace.numel() < floats * 4 or workspace.data_ptr() % 16:
+            fail(
+                "sparse_mla_decode",
+                "workspace",
+                f"hold {floats * 4} bytes from a multiple of 16 on",
+                f"{workspace.numel()} bytes at {workspace.data_ptr() % 16} past one",
+                "plan_sparse_decode and workspace_size give the size",
+            )
+        scratch = workspace[: floats * 4].view(torch.float32)
+    return [scratch, scratch[rows * 512 :], scratch[rows * 513 :]]
+
+
 _RECORDS = {
     "BF16": "rows",
     "FP8": "fp8",
@@ -447,15 +490,10 @@ def launch_sparse_mla_decode(
     splits = num_splits or choose_num_splits(
         programs, width, config.block_n, q.device, batch_invariant
     )
+    splits = min(splits, max(triton.cdiv(width, config.block_n), 1))
     partials: list[torch.Tensor] = [lse, lse, lse]
     if splits > 1:
-        rows = splits * num_tokens * num_heads
-        scratch = (
-            torch.empty(rows * 514, dtype=torch.float32, device=q.device)
-            if workspace is None
-            else workspace.view(torch.float32)
-        )
-        partials = [scratch, scratch[rows * 512 :], scratch[rows * 513 :]]
+        partials = _partials(splits * num_tokens * num_heads, workspace, q.device)
     rope_arguments = [
         lse if attn_sink is None else attn_sink,
         lse if rope is None else rope.cos_sin_cache,

@@ -29,9 +29,21 @@ _VARYING = [
     "stride_sf_group",
     "stride_sf_word",
 ]
+# Nor must where a slice of a bigger buffer happens to start.
+_UNALIGNED = [
+    "indices_ptr",
+    "length_ptr",
+    "sink_ptr",
+    "table_ptr",
+    "positions_ptr",
+    "max_logits_ptr",
+    "lse_ptr",
+    "sf_ptr",
+    "scale_ptr",
+]
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
 def _sparse_mla_prefill_kernel(
     q_ptr,
     stride_q_token,

@@ -1,0 +1,153 @@
+"""After warm-up no change of sizes, lengths or alignment compiles anything.
+
+Instead of compiling, a new variant raises here, with the arguments that made it new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import mlacast
+from tests.gpu.steps import CUDA, Step, decode_step, prefill_step
+
+pytest.importorskip("triton", reason="the portable kernels need triton")
+
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from mlacast.kernels.triton import sparse_mla_decode, sparse_mla_prefill  # noqa: E402
+
+KERNELS = (
+    sparse_mla_prefill._sparse_mla_prefill_kernel,
+    sparse_mla_decode._sparse_mla_decode_kernel,
+    sparse_mla_decode._combine_splits_kernel,
+)
+
+
+class NewVariantError(Exception):
+    """A call wanted to compile."""
+
+
+class Watch:
+    """Record the variants that are compiled, and from ``close`` on refuse new ones."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self.known: dict[str, dict[str, str]] = {}
+
+    def see(self, function: Any, signature: Any, constants: Any, attributes: Any) -> None:
+        """Called in place of a compilation."""
+        names = function.arg_names
+        traits = {name: str(kind) for name, kind in signature.items()}
+        for path, properties in (attributes or {}).items():
+            if properties:
+                traits[names[path[0]]] += " divisible by 16"
+        for path, value in (constants or {}).items():
+            if traits.get(names[path[0]]) == "constexpr":
+                traits[names[path[0]]] = f"constant {value}"
+        previous = self.known.get(function.__name__)
+        if self.closed:
+            changed = {
+                name: f"{(previous or {}).get(name)} -> {trait}"
+                for name, trait in traits.items()
+                if (previous or {}).get(name) != trait
+            }
+            raise NewVariantError(f"{function.__name__}: {changed}")
+        self.known[function.__name__] = traits
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
+    """A watch on every compilation of this process."""
+    observer = Watch()
+    # Variants of earlier tests must not hide what this one would compile.
+    for kernel in KERNELS:
+        kernel.device_caches.clear()
+    compile_now = JITFunction._do_compile
+
+    def observed(
+        self: Any,
+        key: Any,
+        signature: Any,
+        device: Any,
+        constexprs: Any,
+        options: Any,
+        attrs: Any,
+        warmup: Any,
+    ) -> Any:
+        observer.see(self, signature, constexprs, attrs)
+        return compile_now(self, key, signature, device, constexprs, options, attrs, warmup)
+
+    monkeypatch.setattr(JITFunction, "_do_compile", observed)
+    yield observer
+
+
+# Odd, so that no size that grows with the tokens is a multiple of 16 by way of the heads.
+HEADS = 5
+FORMAT = mlacast.Mxfp8("chunk32")
+
+
+def _shift_indices(step: Step, by: int) -> Step:
+    """The same indices and lengths at another alignment."""
+    rows, topk = step.indices.shape
+    wide = torch.empty(rows, topk + 8, dtype=torch.int32, device=CUDA)
+    view = wide[:, by : by + topk]
+    view.copy_(step.indices)
+    lengths = torch.empty(rows + 8, dtype=torch.int32, device=CUDA)[by : by + rows]
+    lengths.copy_(step.lengths)
+    step.indices, step.lengths = view, lengths
+    return step
+
+
+def _more_pages(step: Step, pages: int) -> Step:
+    """A cache of another number of pages (or kv of another number of rows)."""
+    step.pool = torch.cat([step.pool] * 20)[:pages]
+    return step
+
+
+def _changed_calls(make: Callable[..., Step], change: str) -> Iterator[tuple[Step, dict[str, Any]]]:
+    """Calls that differ from the warm-up in one respect, and where they write."""
+    fresh = {"out_format": FORMAT}
+    if change == "tokens":
+        yield from ((make(tokens, heads=HEADS), fresh) for tokens in (2, 3, 15, 17, 32, 64))
+    elif change == "topk":
+        yield from ((make(16, heads=HEADS, topk=k), fresh) for k in (1, 16, 17, 33, 64, 151))
+    elif change == "pages":
+        for pages in (1, 3, 16, 33):
+            yield _more_pages(make(16, heads=HEADS), pages), fresh
+    elif change == "alignment of indices":
+        for by in (0, 1, 2, 3):
+            yield _shift_indices(make(16, heads=HEADS), by), fresh
+    elif change == "rows of a longer call":
+        whole = make(24, heads=HEADS)
+        yield from ((whole.rows(first, first + 16), fresh) for first in (0, 1, 2, 3))
+    else:
+        buffer = mlacast.QuantizedTensor.empty(21, 1, HEADS * 512, FORMAT, CUDA)
+        for first in (0, 1, 2, 5):
+            yield make(16, heads=HEADS), {"out": buffer[first : first + 16]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["tokens", "topk", "pages", "alignment of indices", "rows of a longer call", "row of a buffer"],
+)
+@pytest.mark.parametrize(
+    ("make", "num_splits"), [(prefill_step, None), (decode_step, 1), (decode_step, 3)]
+)
+def test_nothing_compiles_after_warm_up(
+    make: Callable[..., Step], change: str, num_splits: int | None, watch: Watch
+) -> None:
+    more: dict[str, Any] = {} if num_splits is None else {"num_splits": num_splits}
+    for tokens in (1, 16):
+        make(tokens, heads=HEADS).run(out_format=FORMAT, **more)
+    watch.closed = True
+    problems = []
+    for number, (step, where) in enumerate(_changed_calls(make, change)):
+        try:
+            step.run(**where, **more)
+        except NewVariantError as error:
+            problems.append(f"call {number}: {error}")
+    assert not problems, "\n".join(problems)
