@@ -18,6 +18,9 @@ QUERY_FEATURES = frozenset(
     }
 )
 
+# What a call's strides and numbers ask for beyond the ordinary.
+LAYOUT_FEATURES = frozenset({"rows:unaligned", "groups:partial_heads", "sm_scale:not_positive"})
+
 OUT_FEATURES = frozenset(
     {"out:bf16", "out:fp8_tensor", "out:nvfp4", "out:mxfp8:head", "out:mxfp8:chunk32"}
     | {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mlacast.dispatch.features import KV_FEATURES, OUT_FEATURES, QUERY_FEATURES
+from mlacast.dispatch.features import KV_FEATURES, LAYOUT_FEATURES, OUT_FEATURES, QUERY_FEATURES
 
 BACKENDS = ("reference", "triton", "hopper")
 
@@ -55,13 +55,45 @@ OPS = (
 
 _REFERENCE = tuple(Impl(op, "reference", f"mlacast.reference.launch:{op}") for op in OPS)
 
+# What has been compared with the reference on an H200.
+_HOPPER_PREFILL = frozenset(
+    {
+        "d_qk:512",
+        "q_order:head",
+        "q_order:chunk16",
+        "q_norm",
+        "rope:interleaved",
+        "rope:half",
+        "attn_sink",
+        "out:bf16",
+        "out:fp8_tensor",
+        "out:mxfp8:head",
+        "out:mxfp8:chunk32",
+        "out:fp8_group:128:float32:mn_major",
+        "out:fp8_group:128:ue8m0_packed:mn_major",
+        "out:fp8_group:64:float32_pow2:row_major",
+        "out:fp8_group:32:float32:row_major",
+    }
+)
+
+_HOPPER = (
+    Impl(
+        "sparse_mla_prefill",
+        "hopper",
+        "mlacast.kernels.gluon.sm90.sparse_mla_prefill:launch_sparse_mla_prefill",
+        frozenset({"sm90"}),
+        _HOPPER_PREFILL,
+        ("triton",),
+    ),
+)
+
 _PORTABLE = (
     Impl(
         "sparse_mla_prefill",
         "triton",
         "mlacast.kernels.triton.sparse_mla_prefill:launch_sparse_mla_prefill",
         PORTABLE_ARCHS,
-        QUERY_FEATURES | OUT_FEATURES,
+        QUERY_FEATURES | LAYOUT_FEATURES | OUT_FEATURES,
         ("triton",),
     ),
     Impl(
@@ -74,4 +106,4 @@ _PORTABLE = (
     ),
 )
 
-IMPLS: tuple[Impl, ...] = _PORTABLE + _REFERENCE
+IMPLS: tuple[Impl, ...] = _HOPPER + _PORTABLE + _REFERENCE

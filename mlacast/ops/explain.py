@@ -18,6 +18,7 @@ from mlacast.dispatch.arch import arch_of
 from mlacast.dispatch.impls import BACKENDS, IMPLS, OPS
 from mlacast.dispatch.select import Verdict, judge, requested_backend
 from mlacast.errors import check_choice, fail
+from mlacast.ops.output import D_V
 from mlacast.ops.query import check_backend
 
 
@@ -64,6 +65,14 @@ def _out_format_of(bound: Mapping[str, Any]) -> str:
     return Bf16().key
 
 
+def _group_features_of(bound: Mapping[str, Any]) -> int:
+    out, q = bound.get("out"), bound.get("q")
+    if isinstance(out, QuantizedTensor):
+        return out.features
+    heads = q.shape[-2] if isinstance(q, torch.Tensor) else 1
+    return heads * D_V // max(int(bound.get("num_groups", 1)), 1)
+
+
 def _feature_arguments(bound: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Translate a public call into the arguments of the operation's ``required_features``."""
     rope = bound.get("rope")
@@ -71,6 +80,7 @@ def _feature_arguments(bound: Mapping[str, Any], wanted: Mapping[str, Any]) -> d
         "rope_pairing": rope.pairing if isinstance(rope, Rope) else None,
         "out_format": _out_format_of(bound),
         "format": _out_format_of(bound),
+        "group_features": _group_features_of(bound),
     }
     arguments = {}
     for name in wanted:

@@ -157,15 +157,30 @@ def sparse_mla_prefill(
 
 def required_features(
     q: torch.Tensor,
+    kv: torch.Tensor,
+    sm_scale: float,
     q_norm_eps: float | None,
     rope_pairing: str | None,
     q_order: str,
     attn_sink: torch.Tensor | None,
     out_format: str,
+    group_features: int,
 ) -> frozenset[str]:
-    """Features that a backend needs for this call."""
+    """Features that a backend needs for this call.
+
+    Beside formats and options: rows that do not start at multiples of 32 bytes, output groups that
+    are not whole heads, and a score scale that does not keep the order of the logits.
+    """
     query = query_features(q.shape[-1], q_norm_eps, rope_pairing, q_order, attn_sink is not None)
-    return query | features_of(out_format)
+    layout = set()
+    steps = (q.stride(0), q.stride(1), kv.stride(0))
+    if q.data_ptr() % 16 or kv.data_ptr() % 16 or any(step % 16 for step in steps):
+        layout.add("rows:unaligned")
+    if group_features % D_V:
+        layout.add("groups:partial_heads")
+    if sm_scale <= 0.0:
+        layout.add("sm_scale:not_positive")
+    return query | features_of(out_format) | layout
 
 
 def run(
@@ -194,7 +209,15 @@ def run(
     if (cos_sin_cache is None) != (positions is None):
         fail(OP, "cos_sin_cache", "come with positions", "one without the other")
     features = required_features(
-        q, q_norm_eps, None if positions is None else pairing, q_order, attn_sink, out_format
+        q,
+        kv,
+        sm_scale,
+        q_norm_eps,
+        None if positions is None else pairing,
+        q_order,
+        attn_sink,
+        out_format,
+        out_data.shape[2] * (2 if out_format == "nvfp4" else 1),
     )
     impl = select(OP, features, arch_of(q.device), requested_backend(OP, backend))
     if q.shape[0] == 0:

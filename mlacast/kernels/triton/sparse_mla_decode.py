@@ -490,7 +490,8 @@ def launch_sparse_mla_decode(
     splits = num_splits or choose_num_splits(
         programs, width, config.block_n, q.device, batch_invariant
     )
-    splits = min(splits, max(triton.cdiv(width, config.block_n), 1))
+    # No more splits than blocks; but two stay two, so that a narrower list runs the same variant.
+    splits = min(splits, max(triton.cdiv(width, config.block_n), 2))
     partials: list[torch.Tensor] = [lse, lse, lse]
     if splits > 1:
         partials = _partials(splits * num_tokens * num_heads, workspace, q.device)

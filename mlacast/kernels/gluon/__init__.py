@@ -1,0 +1,1 @@
+"""Kernels in Gluon, one folder per architecture."""

@@ -1,0 +1,349 @@
+"""Hopper ``sparse_mla_prefill``: four warpgroups with one role each, one persistent program per SM.
+
+The roles are in the neighbouring files: gather (``sparse_mla_prefill_gather``), scores and softmax
+(``_score``), two halves of the output (``_output``, ``_store``). Dispatch sends here only what the
+pipeline is laid out for: rows at multiples of 16 elements, scales above zero, whole heads.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from mlacast.descriptors.quantized_tensor import QuantizedTensor
+from mlacast.descriptors.rope import Rope
+from mlacast.kernels.common.device import on_device_of
+from mlacast.kernels.common.targets import store_target
+from mlacast.kernels.gluon.sm90.sparse_mla_prefill_gather import gather_role
+from mlacast.kernels.gluon.sm90.sparse_mla_prefill_output import output_role
+from mlacast.kernels.gluon.sm90.sparse_mla_prefill_score import score_role
+from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
+    BLOCK_H,
+    BLOCK_N,
+    LOG2_E,
+    NUM_SLOTS,
+)
+
+# 3 * 160 + 32 registers a thread use up the register file.
+OPTIONS = {"num_warps": 4, "maxnreg": 128}
+_COMPUTE_REGISTERS = gl.constexpr(160)
+_GATHER_REGISTERS = gl.constexpr(32)
+
+
+@gluon.jit
+def sparse_mla_prefill_kernel(
+    q_ptr,
+    stride_q_token,
+    stride_q_head,
+    kv_ptr,
+    stride_kv,
+    s_kv,
+    indices_ptr,
+    stride_indices,
+    topk,
+    length_ptr,
+    stride_length,
+    sink_ptr,
+    table_ptr,
+    stride_table,
+    table_rows,
+    positions_ptr,
+    stride_positions,
+    max_logits_ptr,
+    lse_ptr,
+    data_ptr,
+    sf_ptr,
+    scale_ptr,
+    stride_data_token,
+    stride_data_group,
+    stride_sf_token,
+    stride_sf_group,
+    stride_sf_word,
+    padding_rows,
+    num_tokens,
+    num_heads,
+    eps,
+    sm_scale,
+    HEAD_BLOCKS: gl.constexpr,
+    FULL_TILES: gl.constexpr,
+    CHUNK16: gl.constexpr,
+    HAS_NORM: gl.constexpr,
+    HAS_ROPE: gl.constexpr,
+    HALF_PAIRING: gl.constexpr,
+    HAS_SINK: gl.constexpr,
+    HAS_LENGTH: gl.constexpr,
+    KIND: gl.constexpr,
+    GROUP: gl.constexpr,
+    F: gl.constexpr,
+    CHUNK32: gl.constexpr,
+    AMAX_FLOOR: gl.constexpr,
+):
+    """Tiles of 64 heads of one token, at a stride of the grid. Grid: (programs,).
+
+    Barriers (producer -> consumer): ``k_ready`` gather -> score, ``k_free`` output (of a query:
+    score) -> gather, ``p_ready`` and ``p_go`` score -> output, ``p_free`` output -> score,
+    ``factor_ready`` score -> output, ``factor_free`` output -> score.
+    """
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    k_smem = gl.allocate_shared_memory(gl.bfloat16, [NUM_SLOTS, BLOCK_N, 512], TILE)
+    q_smem = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, 128], TILE)
+    p_smem = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_H, BLOCK_N], TILE)
+    alpha_smem = gl.allocate_shared_memory(gl.float32, [2, BLOCK_H], ROW)
+    bias_smem = gl.allocate_shared_memory(gl.float32, [NUM_SLOTS, BLOCK_N], ROW)
+    factor_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_H], ROW)
+    k_ready = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS, 1], BARRIER)
+    k_free = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS, 1], BARRIER)
+    p_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    p_go = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    p_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    factor_ready = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    factor_free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    for i in gl.static_range(NUM_SLOTS):
+        mbarrier.init(k_ready.index(i), count=129)
+        mbarrier.init(k_free.index(i), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(p_ready.index(i), count=1)
+        mbarrier.init(p_go.index(i), count=1)
+        mbarrier.init(p_free.index(i), count=2)
+    mbarrier.init(factor_ready, count=1)
+    mbarrier.init(factor_free, count=2)
+    num_tiles = num_tokens * HEAD_BLOCKS
+    gl.warp_specialize(
+        [
+            (
+                score_role,
+                (
+                    k_smem,
+                    q_smem,
+                    p_smem,
+                    alpha_smem,
+                    bias_smem,
+                    factor_smem,
+                    k_ready,
+                    k_free,
+                    p_ready,
+                    p_go,
+                    p_free,
+                    factor_ready,
+                    factor_free,
+                    topk,
+                    length_ptr,
+                    stride_length,
+                    sink_ptr,
+                    table_ptr,
+                    stride_table,
+                    table_rows,
+                    positions_ptr,
+                    stride_positions,
+                    max_logits_ptr,
+                    lse_ptr,
+                    num_heads,
+                    num_tiles,
+                    eps,
+                    sm_scale * LOG2_E,
+                    HEAD_BLOCKS,
+                    FULL_TILES,
+                    HAS_NORM,
+                    HAS_ROPE,
+                    HALF_PAIRING,
+                    HAS_SINK,
+                    HAS_LENGTH,
+                ),
+            ),
+            (
+                output_role,
+                (
+                    k_smem,
+                    p_smem,
+                    alpha_smem,
+                    factor_smem,
+                    k_free,
+                    p_ready,
+                    p_go,
+                    p_free,
+                    factor_ready,
+                    factor_free,
+                    topk,
+                    length_ptr,
+                    stride_length,
+                    table_ptr,
+                    stride_table,
+                    table_rows,
+                    positions_ptr,
+                    stride_positions,
+                    data_ptr,
+                    sf_ptr,
+                    scale_ptr,
+                    stride_data_token,
+                    stride_data_group,
+                    stride_sf_token,
+                    stride_sf_group,
+                    stride_sf_word,
+                    padding_rows,
+                    num_heads,
+                    num_tiles,
+                    0,
+                    HEAD_BLOCKS,
+                    FULL_TILES,
+                    HAS_ROPE,
+                    HALF_PAIRING,
+                    HAS_SINK,
+                    HAS_LENGTH,
+                    KIND,
+                    GROUP,
+                    F,
+                    CHUNK32,
+                    AMAX_FLOOR,
+                ),
+            ),
+            (
+                output_role,
+                (
+                    k_smem,
+                    p_smem,
+                    alpha_smem,
+                    factor_smem,
+                    k_free,
+                    p_ready,
+                    p_go,
+                    p_free,
+                    factor_ready,
+                    factor_free,
+                    topk,
+                    length_ptr,
+                    stride_length,
+                    table_ptr,
+                    stride_table,
+                    table_rows,
+                    positions_ptr,
+                    stride_positions,
+                    data_ptr,
+                    sf_ptr,
+                    scale_ptr,
+                    stride_data_token,
+                    stride_data_group,
+                    stride_sf_token,
+                    stride_sf_group,
+                    stride_sf_word,
+                    padding_rows,
+                    num_heads,
+                    num_tiles,
+                    1,
+                    HEAD_BLOCKS,
+                    FULL_TILES,
+                    HAS_ROPE,
+                    HALF_PAIRING,
+                    HAS_SINK,
+                    HAS_LENGTH,
+                    KIND,
+                    GROUP,
+                    F,
+                    CHUNK32,
+                    AMAX_FLOOR,
+                ),
+            ),
+            (
+                gather_role,
+                (
+                    q_ptr,
+                    stride_q_token,
+                    stride_q_head,
+                    kv_ptr,
+                    stride_kv,
+                    s_kv,
+                    indices_ptr,
+                    stride_indices,
+                    topk,
+                    length_ptr,
+                    stride_length,
+                    num_heads,
+                    num_tiles,
+                    k_smem,
+                    bias_smem,
+                    k_ready,
+                    k_free,
+                    HEAD_BLOCKS,
+                    FULL_TILES,
+                    CHUNK16,
+                    HAS_LENGTH,
+                ),
+            ),
+        ],
+        [4, 4, 4],
+        [_COMPUTE_REGISTERS, _COMPUTE_REGISTERS, _GATHER_REGISTERS],
+    )
+
+
+@functools.cache
+def _num_multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def launch_sparse_mla_prefill(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    sm_scale: float,
+    topk_length: torch.Tensor | None,
+    attn_sink: torch.Tensor | None,
+    q_norm_eps: float | None,
+    rope: Rope | None,
+    q_order: str,
+    out: QuantizedTensor,
+    max_logits: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Fill ``out``, ``max_logits`` and ``lse``; arguments as in ``mlacast.sparse_mla_prefill``."""
+    num_tokens, num_heads, _ = q.shape
+    target = store_target(out)
+    numbers = {name: value for name, value in target.numbers.items() if name != "row_start"}
+    constants = {
+        name: value for name, value in target.constants.items() if name != "SF_COLUMN_TILES"
+    }
+    head_blocks = -(-num_heads // 64)
+    programs = min(num_tokens * head_blocks, _num_multiprocessors(q.device))
+    with on_device_of(q):
+        sparse_mla_prefill_kernel[(programs,)](
+            q,
+            q.stride(0),
+            q.stride(1),
+            kv,
+            kv.stride(0),
+            kv.shape[0],
+            indices,
+            indices.stride(0),
+            indices.shape[1],
+            indices if topk_length is None else topk_length,
+            0 if topk_length is None else topk_length.stride(0),
+            lse if attn_sink is None else attn_sink,
+            lse if rope is None else rope.cos_sin_cache,
+            0 if rope is None else rope.cos_sin_cache.stride(0),
+            0 if rope is None else rope.cos_sin_cache.shape[0],
+            indices if rope is None else rope.positions,
+            0 if rope is None else rope.positions.stride(0),
+            max_logits,
+            lse,
+            *target.tensors.values(),
+            *numbers.values(),
+            num_tokens,
+            num_heads,
+            q_norm_eps or 0.0,
+            sm_scale,
+            HEAD_BLOCKS=head_blocks,
+            FULL_TILES=num_heads % 64 == 0,
+            CHUNK16=q_order == "chunk16",
+            HAS_NORM=q_norm_eps is not None,
+            HAS_ROPE=rope is not None,
+            HALF_PAIRING=rope is not None and rope.pairing == "half",
+            HAS_SINK=attn_sink is not None,
+            HAS_LENGTH=topk_length is not None,
+            **constants,
+            **OPTIONS,
+        )

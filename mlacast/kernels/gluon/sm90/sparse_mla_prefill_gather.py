@@ -1,0 +1,118 @@
+"""Gather role of the Hopper prefill kernel: queries and selected rows into the ring."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
+
+from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
+    BLOCK_H,
+    BLOCK_N,
+    block_count,
+    next_phase,
+    next_slot,
+    opaque,
+    row_length,
+)
+
+
+@gluon.jit
+def _load_ids(indices_ptr, stride_indices, token, first, lane, length):
+    """Row numbers of one block; -1 at or past ``length``."""
+    column = first + lane
+    row_ptr = indices_ptr + token.to(gl.int64) * stride_indices
+    return gl.load(row_ptr + column, mask=column < length, other=-1)
+
+
+@gluon.jit
+def _publish(slot, k_ready):
+    """Signal the slot once this warpgroup's copies have landed: 128 arrivals and one."""
+    async_copy.mbarrier_arrive(k_ready.index(slot), increment_count=False)
+    mbarrier.arrive(k_ready.index(slot), count=1)
+
+
+@gluon.jit
+def gather_role(
+    q_ptr,
+    stride_q_token,
+    stride_q_head,
+    kv_ptr,
+    stride_kv,
+    s_kv,
+    indices_ptr,
+    stride_indices,
+    topk,
+    length_ptr,
+    stride_length,
+    num_heads,
+    num_tiles,
+    k_smem,
+    bias_smem,
+    k_ready,
+    k_free,
+    HEAD_BLOCKS: gl.constexpr,
+    FULL_TILES: gl.constexpr,
+    CHUNK16: gl.constexpr,
+    HAS_LENGTH: gl.constexpr,
+):
+    """Fill the ring: per tile the query [64, 512], then its blocks of 64 selected rows.
+
+    Produces ``k_ready``, consumes ``k_free``. Row numbers are loaded one block ahead, across tiles.
+    Rows that do not count are zero and get the bias -inf.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    lane = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
+    d = gl.arange(0, 512, gl.SliceLayout(0, LAYOUT))
+    # Heads are neighbours in a chunk of 16.
+    QUERY: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0]) if CHUNK16 else LAYOUT
+    q_lane = gl.arange(0, BLOCK_H, gl.SliceLayout(1, QUERY))
+    slot = 0
+    phase = 1
+    step = gl.num_programs(0)
+    first_token = gl.program_id(0) // HEAD_BLOCKS
+    length = row_length(length_ptr, stride_length, first_token, topk, HAS_LENGTH)
+    ids = _load_ids(indices_ptr, stride_indices, first_token, 0, lane, length)
+    for tile in range(gl.program_id(0), num_tiles, step):
+        token = tile // HEAD_BLOCKS
+        next_token = gl.minimum(tile + step, num_tiles - 1) // HEAD_BLOCKS
+        next_length = row_length(length_ptr, stride_length, next_token, topk, HAS_LENGTH)
+        base = q_ptr + token.to(gl.int64) * stride_q_token
+        mbarrier.wait(k_free.index(slot), phase)
+        # In chunk16 order the address of each chunk is its own: fewer columns at a time.
+        WIDTH: gl.constexpr = 64 if CHUNK16 else 512
+        for first in gl.static_range(0, 512, WIDTH):
+            head = (tile % HEAD_BLOCKS) * BLOCK_H + opaque(q_lane)
+            q_d = first + gl.arange(0, WIDTH, gl.SliceLayout(0, QUERY))
+            if CHUNK16:
+                chunk = (q_d // 16) * (opaque(num_heads) * 16) + q_d % 16
+                query = base + ((head * 16)[:, None] + chunk[None, :])
+            else:
+                query = base + (head * stride_q_head)[:, None] + q_d[None, :]
+            target = k_smem.index(slot).slice(first, WIDTH, dim=1)
+            if FULL_TILES:
+                async_copy.async_copy_global_to_shared(target, query)
+            else:
+                mask = (head < num_heads)[:, None]
+                async_copy.async_copy_global_to_shared(target, query, mask=mask)
+        _publish(slot, k_ready)
+        phase = next_phase(slot, phase)
+        slot = next_slot(slot)
+        num_blocks = block_count(length)
+        for i in range(num_blocks):
+            valid = (ids >= 0) & (ids < s_kv)
+            rows = kv_ptr + (ids.to(gl.int64) * stride_kv)[:, None] + d[None, :]
+            is_last = i == num_blocks - 1
+            ids = _load_ids(
+                indices_ptr,
+                stride_indices,
+                gl.where(is_last, next_token, token),
+                gl.where(is_last, 0, (i + 1) * BLOCK_N),
+                lane,
+                gl.where(is_last, next_length, length),
+            )
+            mbarrier.wait(k_free.index(slot), phase)
+            bias_smem.index(slot).store(gl.where(valid, 0.0, float("-inf")))
+            async_copy.async_copy_global_to_shared(k_smem.index(slot), rows, mask=valid[:, None])
+            _publish(slot, k_ready)
+            phase = next_phase(slot, phase)
+            slot = next_slot(slot)
+        length = next_length
