@@ -1,6 +1,7 @@
 # make demo   create .venv on first use, then run the main job on a small DeepSeek-V4 model
 # make test   lint, types and the whole test suite
 # make test-gpu  the GPU tests, on a machine with one
+# make test-triton-latest  the kernel tests with the newest triton; no part of the gate
 # make lint   only lint and types
 # make format rewrite the sources in the project's format
 # make clean  remove the environment and every build product
@@ -8,7 +9,7 @@
 # PYTHON=/path/to/python3 chooses the interpreter, JOBS=n the number of test processes.
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test test-gpu lint format clean
+.PHONY: demo test test-gpu test-triton-latest lint format clean
 
 # The first interpreter that can run everything; Python 3.10 only if there is nothing newer.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -36,6 +37,10 @@ test: lint
 test-gpu: $(READY)
 	@mkdir -p $(TMPDIR)
 	$(RUN) -m pytest tests/gpu -q
+
+test-triton-latest: $(READY)
+	@mkdir -p $(TMPDIR)
+	$(RUN) tools/triton_latest.py build/triton-latest
 
 lint: $(READY)
 	$(RUN) -m ruff check .

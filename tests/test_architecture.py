@@ -30,7 +30,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "distributed": LEAVES | {"ops", "api"},
     "layers": LEAVES | {"ops", "api"},
     "testing": LEAVES | {"reference"},
-    "cli": LEAVES | {"api", "testing", "integrations"},
+    "bench": LEAVES | {"reference", "api"},
+    "cli": LEAVES | {"api", "testing", "integrations", "bench"},
     "__main__": frozenset({"cli"}),
     # The package's own __init__ re-exports everything on first use; it registers schemas at once.
     "__init__": LEAVES | {"ops"},
@@ -39,7 +40,8 @@ ALLOWED: dict[str, frozenset[str]] = {
 LAZY: dict[str, frozenset[str]] = {"ops": frozenset({"reference"})}
 
 OPTIONAL: dict[str, frozenset[str]] = {
-    "triton": frozenset({"kernels"}),
+    # The benchmark brings the separate kernels that it compares with.
+    "triton": frozenset({"kernels", "bench"}),
     "vllm": frozenset({"kernels"}),
     "flash_mla": frozenset({"kernels"}),
     "flashinfer": frozenset({"kernels"}),

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import mlacast
+from mlacast.cli.bench import bench
 from mlacast.cli.check import check
 from mlacast.cli.demo_command import demo
 from mlacast.cli.explain import explain
@@ -23,6 +24,7 @@ app.command()(demo)
 app.command()(check)
 app.command()(explain)
 app.command()(formats)
+app.command()(bench)
 
 
 def _print_version(wanted: bool) -> None:

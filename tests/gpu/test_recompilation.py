@@ -18,12 +18,13 @@ pytest.importorskip("triton", reason="the portable kernels need triton")
 
 from triton.runtime.jit import JITFunction  # noqa: E402
 
+from mlacast.kernels.common import combine_splits  # noqa: E402
 from mlacast.kernels.triton import sparse_mla_decode, sparse_mla_prefill  # noqa: E402
 
 KERNELS = (
     sparse_mla_prefill._sparse_mla_prefill_kernel,
     sparse_mla_decode._sparse_mla_decode_kernel,
-    sparse_mla_decode._combine_splits_kernel,
+    combine_splits.combine_splits_kernel,
 )
 
 

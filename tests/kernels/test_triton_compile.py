@@ -16,6 +16,7 @@ triton = pytest.importorskip("triton", reason="the portable kernels need triton"
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from mlacast.kernels.common import combine_splits  # noqa: E402
 from mlacast.kernels.config.sparse_attention import tile_config  # noqa: E402
 from mlacast.kernels.triton import sparse_mla_decode, sparse_mla_prefill  # noqa: E402
 
@@ -45,7 +46,7 @@ TWO_POOLS = {
 }
 PREFILL = sparse_mla_prefill._sparse_mla_prefill_kernel
 DECODE = sparse_mla_decode._sparse_mla_decode_kernel
-COMBINE = sparse_mla_decode._combine_splits_kernel
+COMBINE = combine_splits.combine_splits_kernel
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,27 @@ def choose_num_splits(
     return max(1, min(num_multiprocessors(device) // max(programs, 1), -(-blocks // 2), 32))
 
 
+def choose_decode_splits(
+    tiles: int, blocks: int, multiprocessors: int, batch_invariant: bool
+) -> int:
+    """Pick the splits of a decode by persistent programs, one per multiprocessor.
+
+    Args:
+        tiles: Tokens times tiles of 64 heads.
+        blocks: Blocks of 64 keys of a row, both lists.
+        multiprocessors: Programs that run at a time.
+        batch_invariant: Decide by ``blocks`` alone, so a row is cut the same way in every batch.
+    """
+    blocks = max(blocks, 1)
+    if batch_invariant:
+        return -(-blocks // 6)
+    limit = min(multiprocessors // max(tiles, 1), blocks)
+    if limit < 2:
+        return 1
+    # The fewest splits that are as short as ``limit`` of them would be.
+    return -(-blocks // -(-blocks // limit))
+
+
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a device; 1 where there are none to ask about."""

@@ -11,7 +11,12 @@ import triton.language as tl
 from mlacast.descriptors.kv_format import KvFormat
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.descriptors.rope import Rope
-from mlacast.errors import fail
+from mlacast.kernels.common.combine_splits import (
+    UNALIGNED_IN_EPILOGUE,
+    VARYING_IN_EPILOGUE,
+    combine_splits,
+    split_scratch,
+)
 from mlacast.kernels.common.device import on_device_of
 from mlacast.kernels.common.sparse_attention import attend_pool, finish_rows, load_query
 from mlacast.kernels.common.store import store_output
@@ -28,18 +33,8 @@ def _row_length(length_ptr, stride, token, width, HAS_LENGTH: tl.constexpr):
     return length
 
 
-# Counts and strides that vary while serving must not pick another variant of the kernel.
-_VARYING_IN_EPILOGUE = [
-    "table_rows",
-    "stride_positions",
-    "row_start",
-    "padding_rows",
-    "num_tokens",
-    "num_splits",
-    "stride_sf_token",
-    "stride_sf_group",
-    "stride_sf_word",
-]
+# Counts and strides that vary while serving must not pick another variant of the kernel, nor must
+# where a slice of a bigger buffer happens to start.
 _VARYING = [
     "page_size",
     "num_slots",
@@ -51,26 +46,14 @@ _VARYING = [
     "extra_stride_indices",
     "extra_topk",
     "extra_stride_length",
-    *_VARYING_IN_EPILOGUE,
-]
-# Nor must where a slice of a bigger buffer happens to start.
-_UNALIGNED_IN_EPILOGUE = [
-    "sink_ptr",
-    "table_ptr",
-    "positions_ptr",
-    "lse_ptr",
-    "partial_out_ptr",
-    "partial_max_ptr",
-    "partial_sum_ptr",
-    "sf_ptr",
-    "scale_ptr",
+    *VARYING_IN_EPILOGUE,
 ]
 _UNALIGNED = [
     "indices_ptr",
     "length_ptr",
     "extra_indices_ptr",
     "extra_length_ptr",
-    *_UNALIGNED_IN_EPILOGUE,
+    *UNALIGNED_IN_EPILOGUE,
 ]
 
 
@@ -285,118 +268,6 @@ def _sparse_mla_decode_kernel(
         )
 
 
-@triton.jit(
-    do_not_specialize=_VARYING_IN_EPILOGUE,
-    do_not_specialize_on_alignment=_UNALIGNED_IN_EPILOGUE,
-)
-def _combine_splits_kernel(
-    partial_out_ptr,
-    partial_max_ptr,
-    partial_sum_ptr,
-    sink_ptr,
-    table_ptr,
-    stride_table,
-    table_rows,
-    positions_ptr,
-    stride_positions,
-    lse_ptr,
-    data_ptr,
-    sf_ptr,
-    scale_ptr,
-    stride_data_token,
-    stride_data_group,
-    stride_sf_token,
-    stride_sf_group,
-    stride_sf_word,
-    row_start,
-    padding_rows,
-    num_tokens,
-    num_heads,
-    num_splits,
-    HAS_ROPE: tl.constexpr,
-    ROTATE_BACK: tl.constexpr,
-    HALF_PAIRING: tl.constexpr,
-    HAS_SINK: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    F: tl.constexpr,
-    CHUNK32: tl.constexpr,
-    AMAX_FLOOR: tl.constexpr,
-    SF_COLUMN_TILES: tl.constexpr,
-):
-    """Merge the splits of BLOCK_H heads of one token in ascending order, then the whole epilogue.
-
-    Grid: (s_q * ceil(h_q / BLOCK_H),). A split without keys has running sum 0 and a partial of
-    zeros, written like any other.
-    """
-    head_blocks = tl.cdiv(num_heads, BLOCK_H)
-    token = (tl.program_id(0) // head_blocks).to(tl.int64)
-    head_start = (tl.program_id(0) % head_blocks) * BLOCK_H
-    head = head_start + tl.arange(0, BLOCK_H)
-    in_range = head < num_heads
-    d = tl.arange(0, 512)
-    mask = in_range[:, None] & (d >= 0)[None, :]
-    acc = tl.zeros((BLOCK_H, 512), tl.float32)
-    running_max = tl.full((BLOCK_H,), -float("inf"), tl.float32)
-    running_sum = tl.zeros((BLOCK_H,), tl.float32)
-    for split in range(num_splits):
-        row = (split * num_tokens + token) * num_heads + head
-        part_max = tl.load(partial_max_ptr + row, mask=in_range, other=-float("inf"))
-        part_sum = tl.load(partial_sum_ptr + row, mask=in_range, other=0.0)
-        part = tl.load(partial_out_ptr + row[:, None] * 512 + d[None, :], mask=mask, other=0.0)
-        new_max = tl.maximum(running_max, part_max)
-        shift = tl.where(new_max == -float("inf"), 0.0, new_max)
-        alpha = tl.exp2(running_max - shift)
-        beta = tl.exp2(part_max - shift)
-        acc = acc * alpha[:, None] + part * beta[:, None]
-        running_sum = running_sum * alpha + part_sum * beta
-        running_max = new_max
-    table_row = token * 0
-    if HAS_ROPE:
-        position = tl.load(positions_ptr + token * stride_positions).to(tl.int64)
-        table_row = tl.minimum(tl.maximum(position, 0), table_rows - 1)
-    out, lse, _ = finish_rows(
-        acc,
-        running_max,
-        running_sum,
-        sink_ptr,
-        head_start,
-        num_heads,
-        table_ptr,
-        stride_table,
-        table_row,
-        BLOCK_H,
-        HAS_SINK,
-        ROTATE_BACK,
-        HALF_PAIRING,
-    )
-    tl.store(lse_ptr + token * num_heads + head, lse, mask=in_range)
-    store_output(
-        out,
-        head_start,
-        num_heads,
-        token,
-        data_ptr,
-        stride_data_token,
-        stride_data_group,
-        sf_ptr,
-        stride_sf_token,
-        stride_sf_group,
-        stride_sf_word,
-        scale_ptr,
-        row_start + token,
-        tl.where(token == num_tokens - 1, padding_rows, 0),
-        BLOCK_H,
-        KIND,
-        GROUP,
-        F,
-        CHUNK32,
-        AMAX_FLOOR,
-        SF_COLUMN_TILES,
-    )
-
-
 def _pool_arguments(
     kv_format: KvFormat, cache: torch.Tensor, indices: torch.Tensor, lengths: torch.Tensor | None
 ) -> list[Any]:
@@ -415,26 +286,6 @@ def _pool_arguments(
         indices if lengths is None else lengths,
         0 if lengths is None else lengths.stride(0),
     ]
-
-
-def _partials(
-    rows: int, workspace: torch.Tensor | None, device: torch.device
-) -> list[torch.Tensor]:
-    """Scratch of split states: outputs [rows, 512], maxima and sums [rows], float32."""
-    floats = rows * 514
-    if workspace is None:
-        scratch = torch.empty(floats, dtype=torch.float32, device=device)
-    else:
-        if workspace.numel() < floats * 4 or workspace.data_ptr() % 16:
-            fail(
-                "sparse_mla_decode",
-                "workspace",
-                f"hold {floats * 4} bytes from a multiple of 16 on",
-                f"{workspace.numel()} bytes at {workspace.data_ptr() % 16} past one",
-                "plan_sparse_decode and workspace_size give the size",
-            )
-        scratch = workspace[: floats * 4].view(torch.float32)
-    return [scratch, scratch[rows * 512 :], scratch[rows * 513 :]]
 
 
 _RECORDS = {
@@ -494,7 +345,7 @@ def launch_sparse_mla_decode(
     splits = min(splits, max(triton.cdiv(width, config.block_n), 2))
     partials: list[torch.Tensor] = [lse, lse, lse]
     if splits > 1:
-        partials = _partials(splits * num_tokens * num_heads, workspace, q.device)
+        partials = split_scratch(splits * num_tokens * num_heads, workspace, q.device)
     rope_arguments = [
         lse if attn_sink is None else attn_sink,
         lse if rope is None else rope.cos_sin_cache,
@@ -545,19 +396,6 @@ def launch_sparse_mla_decode(
             enable_fp_fusion=False,
         )
         if splits > 1:
-            block_h = min(config.block_h, 16)
-            _combine_splits_kernel[(num_tokens * triton.cdiv(num_heads, block_h),)](
-                *partials,
-                *rope_arguments,
-                *target.tensors.values(),
-                *target.numbers.values(),
-                num_tokens,
-                num_heads,
-                splits,
-                ROTATE_BACK=rope is not None and d_qk == 512,
-                BLOCK_H=block_h,
-                **flags,
-                **target.constants,
-                num_warps=4,
-                enable_fp_fusion=False,
+            combine_splits(
+                partials, rope_arguments, target, num_tokens, num_heads, splits, d_qk, **flags
             )

@@ -1,0 +1,226 @@
+"""Merge the splits of ``sparse_mla_decode``, then the whole epilogue: split-KV's second launch.
+
+Both GPU backends leave the same scratch: un-normalised float32 outputs [splits, s_q, h_q, 512],
+maxima (base 2) and sums [splits, s_q, h_q].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from mlacast.errors import fail
+from mlacast.kernels.common.sparse_attention import finish_rows
+from mlacast.kernels.common.store import store_output
+from mlacast.kernels.common.targets import StoreTarget
+
+# Counts and strides that vary while serving must not pick another variant of the kernel.
+VARYING_IN_EPILOGUE = [
+    "table_rows",
+    "stride_positions",
+    "row_start",
+    "padding_rows",
+    "num_tokens",
+    "num_splits",
+    "stride_sf_token",
+    "stride_sf_group",
+    "stride_sf_word",
+]
+# Nor must where a slice of a bigger buffer happens to start.
+UNALIGNED_IN_EPILOGUE = [
+    "sink_ptr",
+    "table_ptr",
+    "positions_ptr",
+    "lse_ptr",
+    "partial_out_ptr",
+    "partial_max_ptr",
+    "partial_sum_ptr",
+    "sf_ptr",
+    "scale_ptr",
+]
+# Maxima of so many splits are read at a time.
+_SPLITS_AT_ONCE = tl.constexpr(32)
+
+
+@triton.jit(
+    do_not_specialize=VARYING_IN_EPILOGUE,
+    do_not_specialize_on_alignment=UNALIGNED_IN_EPILOGUE,
+)
+def combine_splits_kernel(
+    partial_out_ptr,
+    partial_max_ptr,
+    partial_sum_ptr,
+    sink_ptr,
+    table_ptr,
+    stride_table,
+    table_rows,
+    positions_ptr,
+    stride_positions,
+    lse_ptr,
+    data_ptr,
+    sf_ptr,
+    scale_ptr,
+    stride_data_token,
+    stride_data_group,
+    stride_sf_token,
+    stride_sf_group,
+    stride_sf_word,
+    row_start,
+    padding_rows,
+    num_tokens,
+    num_heads,
+    num_splits,
+    HAS_ROPE: tl.constexpr,
+    ROTATE_BACK: tl.constexpr,
+    HALF_PAIRING: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    F: tl.constexpr,
+    CHUNK32: tl.constexpr,
+    AMAX_FLOOR: tl.constexpr,
+    SF_COLUMN_TILES: tl.constexpr,
+):
+    """Merge BLOCK_H heads of one token. Grid: (s_q * ceil(h_q / BLOCK_H),).
+
+    Partials are added in ascending order. A split without keys has the sum 0, the maximum -inf and
+    a partial of zeros, written like any other.
+    """
+    head_blocks = tl.cdiv(num_heads, BLOCK_H)
+    token = (tl.program_id(0) // head_blocks).to(tl.int64)
+    head_start = (tl.program_id(0) % head_blocks) * BLOCK_H
+    head = head_start + tl.arange(0, BLOCK_H)
+    in_range = head < num_heads
+    d = tl.arange(0, 512)
+    mask = in_range[:, None] & (d >= 0)[None, :]
+    row = token * num_heads + head
+    step = num_tokens.to(tl.int64) * num_heads
+    running_max = tl.full((BLOCK_H,), -float("inf"), tl.float32)
+    for first in range(0, num_splits, _SPLITS_AT_ONCE):
+        split = first + tl.arange(0, _SPLITS_AT_ONCE)
+        maxima = tl.load(
+            partial_max_ptr + split[None, :] * step + row[:, None],
+            mask=in_range[:, None] & (split < num_splits)[None, :],
+            other=-float("inf"),
+        )
+        running_max = tl.maximum(running_max, tl.max(maxima, 1))
+    # -inf - -inf is NaN: shift by 0 where no split has a key.
+    shift = tl.where(running_max == -float("inf"), 0.0, running_max)
+    acc = tl.zeros((BLOCK_H, 512), tl.float32)
+    running_sum = tl.zeros((BLOCK_H,), tl.float32)
+    for split in tl.range(0, num_splits, loop_unroll_factor=4):
+        part_row = split * step + row
+        part_max = tl.load(partial_max_ptr + part_row, mask=in_range, other=-float("inf"))
+        part_sum = tl.load(partial_sum_ptr + part_row, mask=in_range, other=0.0)
+        part = tl.load(partial_out_ptr + part_row[:, None] * 512 + d[None, :], mask=mask, other=0.0)
+        weight = tl.exp2(part_max - shift)
+        acc += part * weight[:, None]
+        running_sum += part_sum * weight
+    table_row = token * 0
+    if HAS_ROPE:
+        position = tl.load(positions_ptr + token * stride_positions).to(tl.int64)
+        table_row = tl.minimum(tl.maximum(position, 0), table_rows - 1)
+    out, lse, _ = finish_rows(
+        acc,
+        running_max,
+        running_sum,
+        sink_ptr,
+        head_start,
+        num_heads,
+        table_ptr,
+        stride_table,
+        table_row,
+        BLOCK_H,
+        HAS_SINK,
+        ROTATE_BACK,
+        HALF_PAIRING,
+    )
+    tl.store(lse_ptr + row, lse, mask=in_range)
+    store_output(
+        out,
+        head_start,
+        num_heads,
+        token,
+        data_ptr,
+        stride_data_token,
+        stride_data_group,
+        sf_ptr,
+        stride_sf_token,
+        stride_sf_group,
+        stride_sf_word,
+        scale_ptr,
+        row_start + token,
+        tl.where(token == num_tokens - 1, padding_rows, 0),
+        BLOCK_H,
+        KIND,
+        GROUP,
+        F,
+        CHUNK32,
+        AMAX_FLOOR,
+        SF_COLUMN_TILES,
+    )
+
+
+def split_scratch(
+    rows: int, workspace: torch.Tensor | None, device: torch.device
+) -> list[torch.Tensor]:
+    """Scratch of split states: outputs [rows, 512], maxima and sums [rows], float32."""
+    floats = rows * 514
+    if workspace is None:
+        scratch = torch.empty(floats, dtype=torch.float32, device=device)
+    else:
+        if workspace.numel() < floats * 4 or workspace.data_ptr() % 16:
+            fail(
+                "sparse_mla_decode",
+                "workspace",
+                f"hold {floats * 4} bytes from a multiple of 16 on",
+                f"{workspace.numel()} bytes at {workspace.data_ptr() % 16} past one",
+                "plan_sparse_decode and workspace_size give the size",
+            )
+        scratch = workspace[: floats * 4].view(torch.float32)
+    return [scratch, scratch[rows * 512 :], scratch[rows * 513 :]]
+
+
+def combine_splits(
+    partials: list[torch.Tensor],
+    rope_arguments: list[Any],
+    target: StoreTarget,
+    num_tokens: int,
+    num_heads: int,
+    num_splits: int,
+    d_qk: int,
+    **flags: bool,
+) -> None:
+    """Launch the merge.
+
+    Args:
+        partials: From ``split_scratch``, filled.
+        rope_arguments: sink, table, its stride and rows, positions, their stride, lse.
+        target: Where the output goes.
+        num_tokens: s_q.
+        num_heads: h_q.
+        num_splits: Splits of every row.
+        d_qk: The output is rotated back for 512 only.
+        **flags: HAS_ROPE, HALF_PAIRING, HAS_SINK.
+    """
+    # Few rows need every multiprocessor; many are cheaper in larger programs.
+    block_h = 1 if num_tokens * num_heads <= 1024 else 4
+    combine_splits_kernel[(num_tokens * triton.cdiv(num_heads, block_h),)](
+        *partials,
+        *rope_arguments,
+        *target.tensors.values(),
+        *target.numbers.values(),
+        num_tokens,
+        num_heads,
+        num_splits,
+        ROTATE_BACK=flags["HAS_ROPE"] and d_qk == 512,
+        BLOCK_H=block_h,
+        **flags,
+        **target.constants,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
