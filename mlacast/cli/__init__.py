@@ -1,4 +1,4 @@
-"""The ``mlacast`` command line: demo, check, explain, formats, bench.
+"""The ``mlacast`` command line: demo, check, explain, formats, bench, list-dumps, replay.
 
 Needs the extra ``cli`` (typer, rich, matplotlib). This file imports none of them, so that their
 absence can be said in one sentence instead of a traceback.

@@ -12,6 +12,8 @@ from mlacast.cli.check import check
 from mlacast.cli.demo_command import demo
 from mlacast.cli.explain import explain
 from mlacast.cli.formats import formats
+from mlacast.cli.list_dumps import list_dumps
+from mlacast.cli.replay import replay
 
 app = typer.Typer(
     name="mlacast",
@@ -25,6 +27,8 @@ app.command()(check)
 app.command()(explain)
 app.command()(formats)
 app.command()(bench)
+app.command()(list_dumps)
+app.command()(replay)
 
 
 def _print_version(wanted: bool) -> None:

@@ -42,4 +42,6 @@ def explain(
         for verdict in found.verdicts:
             table.add_row(verdict.backend, "yes" if verdict.covers else "no", verdict.reason)
         out.print(table)
+        for missing in found.not_built:
+            out.print(f"not built: {missing}", markup=False)
     raise typer.Exit(0 if found.backend else 1)

@@ -13,7 +13,7 @@ import mlacast
 from tests.cli.result import Run
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ("demo", "check", "explain", "formats", "bench")
+COMMANDS = ("demo", "check", "explain", "formats", "bench", "list-dumps", "replay")
 
 
 def test_version(run: Run) -> None:

@@ -1,0 +1,1 @@
+"""Tests of call logging, dumps and replay."""
