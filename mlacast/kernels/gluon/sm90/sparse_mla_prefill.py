@@ -1,8 +1,8 @@
 """Hopper ``sparse_mla_prefill``: four warpgroups with one role each, one persistent program per SM.
 
 The roles are in the neighbouring files: gather (``sparse_mla_prefill_gather``), scores and softmax
-(``_score``), two halves of the output (``_output``, ``_store``). Dispatch sends here only what the
-pipeline is laid out for: rows at multiples of 16 elements, scales above zero, whole heads.
+(``_score``), two halves of the output (``_output``, ``_scaled_store``). Dispatch sends here only
+what the pipeline is laid out for: rows at multiples of 16 elements, scales above zero, whole heads.
 """
 
 from __future__ import annotations
@@ -16,17 +16,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.descriptors.rope import Rope
-from mlacast.kernels.common.device import on_device_of
+from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.targets import store_target
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_gather import gather_role
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_output import output_role
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_score import score_role
-from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
-    BLOCK_H,
-    BLOCK_N,
-    LOG2_E,
-    NUM_SLOTS,
-)
+from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import BLOCK_H, BLOCK_N, LOG2_E, NUM_SLOTS
 
 # 3 * 160 + 32 registers a thread use up the register file.
 OPTIONS = {"num_warps": 4, "maxnreg": 128}
@@ -85,8 +80,7 @@ def sparse_mla_prefill_kernel(
     """Tiles of 64 heads of one token, at a stride of the grid. Grid: (programs,).
 
     Barriers (producer -> consumer): ``k_ready`` gather -> score, ``k_free`` output (of a query:
-    score) -> gather, ``p_ready`` and ``p_go`` score -> output, ``p_free`` output -> score,
-    ``factor_ready`` score -> output, ``factor_free`` output -> score.
+    score) -> gather, ``p_ready`` and ``p_go`` score -> output, ``p_free`` output -> score.
     """
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -96,14 +90,13 @@ def sparse_mla_prefill_kernel(
     p_smem = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_H, BLOCK_N], TILE)
     alpha_smem = gl.allocate_shared_memory(gl.float32, [2, BLOCK_H], ROW)
     bias_smem = gl.allocate_shared_memory(gl.float32, [NUM_SLOTS, BLOCK_N], ROW)
-    factor_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_H], ROW)
+    total_smem = gl.allocate_shared_memory(gl.float32, [2, BLOCK_H], ROW)
+    max_smem = gl.allocate_shared_memory(gl.float32, [2, BLOCK_H], ROW)
     k_ready = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS, 1], BARRIER)
     k_free = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS, 1], BARRIER)
     p_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     p_go = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     p_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    factor_ready = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    factor_free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     for i in gl.static_range(NUM_SLOTS):
         mbarrier.init(k_ready.index(i), count=129)
         mbarrier.init(k_free.index(i), count=2)
@@ -111,8 +104,6 @@ def sparse_mla_prefill_kernel(
         mbarrier.init(p_ready.index(i), count=1)
         mbarrier.init(p_go.index(i), count=1)
         mbarrier.init(p_free.index(i), count=2)
-    mbarrier.init(factor_ready, count=1)
-    mbarrier.init(factor_free, count=2)
     num_tiles = num_tokens * HEAD_BLOCKS
     gl.warp_specialize(
         [
@@ -124,14 +115,43 @@ def sparse_mla_prefill_kernel(
                     p_smem,
                     alpha_smem,
                     bias_smem,
-                    factor_smem,
+                    total_smem,
+                    max_smem,
                     k_ready,
                     k_free,
                     p_ready,
                     p_go,
                     p_free,
-                    factor_ready,
-                    factor_free,
+                    topk,
+                    length_ptr,
+                    stride_length,
+                    table_ptr,
+                    stride_table,
+                    table_rows,
+                    positions_ptr,
+                    stride_positions,
+                    num_tiles,
+                    eps,
+                    sm_scale * LOG2_E,
+                    HEAD_BLOCKS,
+                    HAS_NORM,
+                    HAS_ROPE,
+                    HALF_PAIRING,
+                    HAS_LENGTH,
+                ),
+            ),
+            (
+                output_role,
+                (
+                    k_smem,
+                    p_smem,
+                    alpha_smem,
+                    total_smem,
+                    max_smem,
+                    k_free,
+                    p_ready,
+                    p_go,
+                    p_free,
                     topk,
                     length_ptr,
                     stride_length,
@@ -143,40 +163,6 @@ def sparse_mla_prefill_kernel(
                     stride_positions,
                     max_logits_ptr,
                     lse_ptr,
-                    num_heads,
-                    num_tiles,
-                    eps,
-                    sm_scale * LOG2_E,
-                    HEAD_BLOCKS,
-                    FULL_TILES,
-                    HAS_NORM,
-                    HAS_ROPE,
-                    HALF_PAIRING,
-                    HAS_SINK,
-                    HAS_LENGTH,
-                ),
-            ),
-            (
-                output_role,
-                (
-                    k_smem,
-                    p_smem,
-                    alpha_smem,
-                    factor_smem,
-                    k_free,
-                    p_ready,
-                    p_go,
-                    p_free,
-                    factor_ready,
-                    factor_free,
-                    topk,
-                    length_ptr,
-                    stride_length,
-                    table_ptr,
-                    stride_table,
-                    table_rows,
-                    positions_ptr,
-                    stride_positions,
                     data_ptr,
                     sf_ptr,
                     scale_ptr,
@@ -208,21 +194,23 @@ def sparse_mla_prefill_kernel(
                     k_smem,
                     p_smem,
                     alpha_smem,
-                    factor_smem,
+                    total_smem,
+                    max_smem,
                     k_free,
                     p_ready,
                     p_go,
                     p_free,
-                    factor_ready,
-                    factor_free,
                     topk,
                     length_ptr,
                     stride_length,
+                    sink_ptr,
                     table_ptr,
                     stride_table,
                     table_rows,
                     positions_ptr,
                     stride_positions,
+                    max_logits_ptr,
+                    lse_ptr,
                     data_ptr,
                     sf_ptr,
                     scale_ptr,
@@ -299,51 +287,54 @@ def launch_sparse_mla_prefill(
     out: QuantizedTensor,
     max_logits: torch.Tensor,
     lse: torch.Tensor,
-) -> None:
+) -> Launches:
     """Fill ``out``, ``max_logits`` and ``lse``; arguments as in ``mlacast.sparse_mla_prefill``."""
     num_tokens, num_heads, _ = q.shape
     target = store_target(out)
+    launches = Launches(q.device, target)
     numbers = {name: value for name, value in target.numbers.items() if name != "row_start"}
     constants = {
         name: value for name, value in target.constants.items() if name != "SF_COLUMN_TILES"
     }
     head_blocks = -(-num_heads // 64)
     programs = min(num_tokens * head_blocks, _num_multiprocessors(q.device))
-    with on_device_of(q):
-        sparse_mla_prefill_kernel[(programs,)](
-            q,
-            q.stride(0),
-            q.stride(1),
-            kv,
-            kv.stride(0),
-            kv.shape[0],
-            indices,
-            indices.stride(0),
-            indices.shape[1],
-            indices if topk_length is None else topk_length,
-            0 if topk_length is None else topk_length.stride(0),
-            lse if attn_sink is None else attn_sink,
-            lse if rope is None else rope.cos_sin_cache,
-            0 if rope is None else rope.cos_sin_cache.stride(0),
-            0 if rope is None else rope.cos_sin_cache.shape[0],
-            indices if rope is None else rope.positions,
-            0 if rope is None else rope.positions.stride(0),
-            max_logits,
-            lse,
-            *target.tensors.values(),
-            *numbers.values(),
-            num_tokens,
-            num_heads,
-            q_norm_eps or 0.0,
-            sm_scale,
-            HEAD_BLOCKS=head_blocks,
-            FULL_TILES=num_heads % 64 == 0,
-            CHUNK16=q_order == "chunk16",
-            HAS_NORM=q_norm_eps is not None,
-            HAS_ROPE=rope is not None,
-            HALF_PAIRING=rope is not None and rope.pairing == "half",
-            HAS_SINK=attn_sink is not None,
-            HAS_LENGTH=topk_length is not None,
-            **constants,
-            **OPTIONS,
-        )
+    launches.launch(
+        sparse_mla_prefill_kernel,
+        (programs,),
+        q,
+        q.stride(0),
+        q.stride(1),
+        kv,
+        kv.stride(0),
+        kv.shape[0],
+        indices,
+        indices.stride(0),
+        indices.shape[1],
+        indices if topk_length is None else topk_length,
+        0 if topk_length is None else topk_length.stride(0),
+        lse if attn_sink is None else attn_sink,
+        lse if rope is None else rope.cos_sin_cache,
+        0 if rope is None else rope.cos_sin_cache.stride(0),
+        0 if rope is None else rope.cos_sin_cache.shape[0],
+        indices if rope is None else rope.positions,
+        0 if rope is None else rope.positions.stride(0),
+        max_logits,
+        lse,
+        *target.tensors.values(),
+        *numbers.values(),
+        num_tokens,
+        num_heads,
+        q_norm_eps or 0.0,
+        sm_scale,
+        HEAD_BLOCKS=head_blocks,
+        FULL_TILES=num_heads % 64 == 0,
+        CHUNK16=q_order == "chunk16",
+        HAS_NORM=q_norm_eps is not None,
+        HAS_ROPE=rope is not None,
+        HALF_PAIRING=rope is not None and rope.pairing == "half",
+        HAS_SINK=attn_sink is not None,
+        HAS_LENGTH=topk_length is not None,
+        **constants,
+        **OPTIONS,
+    )
+    return launches

@@ -4,13 +4,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
+from mlacast.kernels.common.sm90_rotation import opaque
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
     BLOCK_H,
     BLOCK_N,
     block_count,
     next_phase,
     next_slot,
-    opaque,
     row_length,
 )
 

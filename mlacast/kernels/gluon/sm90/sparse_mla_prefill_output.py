@@ -8,38 +8,71 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mlacast.kernels.gluon.sm90.sparse_mla_prefill_store import store_block
-from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
-    BLOCK_H,
-    block_count,
+from mlacast.kernels.common.sm90_rotation import (
+    halves,
     join_pairs,
     load_angles,
-    next_slot,
-    row_length,
+    opaque,
     split_pairs,
     table_row,
+)
+from mlacast.kernels.gluon.sm90.sparse_mla_prefill_scaled_store import store_scaled_block
+from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
+    BLOCK_H,
+    LN_2,
+    block_count,
+    next_slot,
+    row_length,
+)
+
+# Per warp: multiply the thread's 128 accumulators, or do nothing when every factor is one.
+# $128.. are the accumulators again, $256 and $258 the factors of the thread's two rows.
+_RESCALE = gl.constexpr(
+    "{ .reg .pred first, some; setp.neu.f32 first, $256, 0f3F800000; "
+    "setp.neu.or.f32 some, $258, 0f3F800000, first; vote.sync.any.pred some, some, 0xffffffff; "
+    "@!some bra DONE; "
+    + "".join(f"mul.f32 ${i}, ${i}, ${256 + (i & 2)}; " for i in range(128))
+    + "DONE: }"
+)
+_RESCALE_OPERANDS = gl.constexpr(
+    ",".join(["=f"] * 128 + [str(i) for i in range(128)] + ["f"] * 128)
 )
 
 
 @gluon.jit
-def _halves(x, N: gl.constexpr):
-    """Split [64, N] into its left and right columns."""
-    return gl.split(gl.permute(gl.reshape(x, (BLOCK_H, 2, N // 2)), (0, 2, 1)))
+def _rescale(o, alpha):
+    """``o * alpha[:, None]``; nearly always alpha is one, and skipping saves energy."""
+    return gl.inline_asm_elementwise(
+        _RESCALE,
+        _RESCALE_OPERANDS,
+        [o, alpha[:, None]],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=128,
+    )
 
 
 @gluon.jit
-def _rotate_back_last_64(x, table_ptr, stride_table, table_row, dead, HALF_PAIRING: gl.constexpr):
-    """Rotate the last 64 of 128 columns by the negative angles; ``dead`` rows [64] stay zero."""
-    plain, rope = _halves(x, 128)
+def _rotate_back(x, cos, sin, HALF_PAIRING: gl.constexpr):
+    """Rotate the last 64 of 128 columns by the negative angles."""
+    plain, rope = halves(x, 128)
     first, second = split_pairs(rope, HALF_PAIRING)
-    cos, sin = load_angles(table_ptr, stride_table, table_row, first)
-    # Whatever the table holds at the position of an empty row, its output is zero.
-    gone = gl.convert_layout(dead, gl.SliceLayout(1, first.type.layout))[:, None]
-    rotated_first = gl.where(gone, 0.0, first * cos + second * sin)
-    rotated_second = gl.where(gone, 0.0, second * cos - first * sin)
-    rope = join_pairs(rotated_first, rotated_second, HALF_PAIRING)
+    rope = join_pairs(first * cos + second * sin, second * cos - first * sin, HALF_PAIRING)
     joined = gl.join(plain, gl.convert_layout(rope, plain.type.layout))
     return gl.reshape(gl.permute(joined, (0, 2, 1)), (BLOCK_H, 128))
+
+
+@gluon.jit
+def _start_product(
+    o, slot, buffer, phase, k_smem, p_smem, alpha_smem, p_ready, p_go, HALF: gl.constexpr
+):
+    """Issue ``o * alpha + P V`` of one block."""
+    mbarrier.wait(p_ready.index(buffer), phase)
+    alpha = alpha_smem.index(buffer).load(gl.SliceLayout(1, o.type.layout))
+    o = _rescale(o, alpha)
+    mbarrier.wait(p_go.index(buffer), phase)
+    v = k_smem.index(slot).slice(HALF * 256, 256, dim=1)
+    return warpgroup_mma(p_smem.index(buffer), v, o, is_async=True)
 
 
 @gluon.jit
@@ -47,21 +80,23 @@ def output_role(
     k_smem,
     p_smem,
     alpha_smem,
-    factor_smem,
+    total_smem,
+    max_smem,
     k_free,
     p_ready,
     p_go,
     p_free,
-    factor_ready,
-    factor_free,
     topk,
     length_ptr,
     stride_length,
+    sink_ptr,
     table_ptr,
     stride_table,
     table_rows,
     positions_ptr,
     stride_positions,
+    max_logits_ptr,
+    lse_ptr,
     data_ptr,
     sf_ptr,
     scale_ptr,
@@ -88,89 +123,114 @@ def output_role(
 ):
     """Accumulate dimensions ``256 * HALF``.. of every tile, normalise, rotate back and store.
 
-    Consumes ``p_ready``, ``p_go`` and ``factor_ready``; produces ``p_free``, ``factor_free`` and,
-    together with the other half, ``k_free``.
+    Consumes ``p_ready`` and ``p_go``; produces ``p_free`` and, together with the other half,
+    ``k_free``. The left half also stores lse and max_logits.
     """
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, OUT)
+    ROTATES: gl.constexpr = HAS_ROPE and HALF == 1
+    # Rows that are zero whatever the accumulator and the table hold.
+    MASKED: gl.constexpr = HAS_SINK or ROTATES
+    row = gl.arange(0, BLOCK_H, ROW)
+    if ROTATES:
+        pairs, other = split_pairs(
+            halves(halves(gl.zeros((BLOCK_H, 256), gl.float32, OUT), 256)[1], 128)[1],
+            HALF_PAIRING,
+        )
     slot = 0
     count = 0
-    tile_phase = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         token = tile // HEAD_BLOCKS
         num_blocks = block_count(row_length(length_ptr, stride_length, token, topk, HAS_LENGTH))
-        if HAS_ROPE and HALF == 1:
+        if ROTATES:
             angles = table_row(table_rows, positions_ptr, stride_positions, token)
         o = gl.zeros((BLOCK_H, 256), gl.float32, OUT)
-        for _ in range(num_blocks):
+        for _ in range(num_blocks - 1):
             slot = next_slot(slot)
             buffer = count & 1
-            phase = (count >> 1) & 1
-            mbarrier.wait(p_ready.index(buffer), phase)
-            alpha = alpha_smem.index(buffer).load(ROW)
-            o = o * alpha[:, None]
-            mbarrier.wait(p_go.index(buffer), phase)
-            v = k_smem.index(slot).slice(HALF * 256, 256, dim=1)
-            o = warpgroup_mma(p_smem.index(buffer), v, o, is_async=True)
+            o = _start_product(
+                o, slot, buffer, (count >> 1) & 1, k_smem, p_smem, alpha_smem, p_ready, p_go, HALF
+            )
             o = warpgroup_mma_wait(0, deps=[o])
             mbarrier.arrive(p_free.index(buffer), count=1)
             mbarrier.arrive(k_free.index(slot), count=1)
             count += 1
-        mbarrier.wait(factor_ready, tile_phase)
-        factor = factor_smem.load(ROW)
-        mbarrier.arrive(factor_free, count=1)
-        tile_phase ^= 1
-        dead = factor == 0.0
-        o = o * factor[:, None]
-        if HAS_SINK:
-            # A closed sink gives zeros whatever the accumulator holds.
-            o = gl.where(dead[:, None], 0.0, o)
-        row = token.to(gl.int64)
+        slot = next_slot(slot)
+        buffer = count & 1
+        o = _start_product(
+            o, slot, buffer, (count >> 1) & 1, k_smem, p_smem, alpha_smem, p_ready, p_go, HALF
+        )
+        # The last product hides the tile's sums and the latency of loads.
         head_start = (tile % HEAD_BLOCKS) * BLOCK_H
+        head = head_start + opaque(row)
+        total = total_smem.index(buffer).load(ROW)
+        running_max = max_smem.index(buffer).load(ROW)
+        if HAS_SINK:
+            if FULL_TILES:
+                sink = gl.load(sink_ptr + head)
+            else:
+                sink = gl.load(sink_ptr + head, mask=head < num_heads, other=-float("inf"))
+        if ROTATES:
+            cos, sin = load_angles(table_ptr, stride_table, angles, pairs)
+        empty = total == 0.0
+        divisor = gl.where(empty, 1.0, total)
+        lse = gl.where(empty, -float("inf"), (running_max + gl.log2(divisor)) * LN_2)
+        factor = gl.where(empty, 0.0, 1.0 / divisor)
+        if HAS_SINK:
+            # An empty row keeps the factor 0: -inf - (-inf) would be NaN.
+            shifted = gl.where(empty, 0.0, sink - lse)
+            factor = gl.where(sink == float("inf"), 0.0, factor / (1.0 + gl.exp(shifted)))
+        alive = gl.where(factor == 0.0, 0, -1)
+        if HALF == 0:
+            target = token.to(gl.int64) * num_heads
+            if FULL_TILES:
+                gl.store(lse_ptr + target + head, lse)
+                gl.store(max_logits_ptr + target + head, running_max * LN_2)
+            else:
+                gl.store(lse_ptr + target + head, lse, mask=head < num_heads)
+                gl.store(max_logits_ptr + target + head, running_max * LN_2, mask=head < num_heads)
+        o = warpgroup_mma_wait(0, deps=[o])
+        mbarrier.arrive(p_free.index(buffer), count=1)
+        mbarrier.arrive(k_free.index(slot), count=1)
+        count += 1
+        token_row = token.to(gl.int64)
         padding = gl.where(token == num_tiles // HEAD_BLOCKS - 1, padding_rows, 0)
-        left, right = _halves(o, 256)
-        store_block(
-            left,
-            data_ptr + row * stride_data_token,
-            stride_data_group,
-            sf_ptr,
-            stride_sf_token,
-            stride_sf_group,
-            stride_sf_word,
-            scale_ptr,
-            row,
-            padding,
-            head_start,
-            num_heads,
-            HALF * 256,
-            FULL_TILES,
-            KIND,
-            GROUP,
-            F,
-            CHUNK32,
-            AMAX_FLOOR,
-        )
-        if HAS_ROPE and HALF == 1:
-            right = _rotate_back_last_64(right, table_ptr, stride_table, angles, dead, HALF_PAIRING)
-        store_block(
-            right,
-            data_ptr + row * stride_data_token,
-            stride_data_group,
-            sf_ptr,
-            stride_sf_token,
-            stride_sf_group,
-            stride_sf_word,
-            scale_ptr,
-            row,
-            padding,
-            head_start,
-            num_heads,
-            HALF * 256 + 128,
-            FULL_TILES,
-            KIND,
-            GROUP,
-            F,
-            CHUNK32,
-            AMAX_FLOOR,
-        )
+        left, right = halves(o, 256)
+        # The rotated block first: its angles occupy registers until then.
+        for first in gl.static_range(128, -1, -128):
+            block = left if first == 0 else right
+            if ROTATES and first == 128:
+                block = _rotate_back(block, cos, sin, HALF_PAIRING)
+            if first == 0:
+                # The next tile's first softmax is what everything waits for: go on while its
+                # second scores occupy the tensor cores.
+                mbarrier.wait(
+                    p_ready.index(count & 1),
+                    (count >> 1) & 1,
+                    pred=tile + gl.num_programs(0) < num_tiles,
+                )
+            store_scaled_block(
+                block,
+                factor,
+                alive,
+                data_ptr + token_row * stride_data_token,
+                stride_data_group,
+                sf_ptr,
+                stride_sf_token,
+                stride_sf_group,
+                stride_sf_word,
+                scale_ptr,
+                token_row,
+                padding,
+                head_start,
+                num_heads,
+                HALF * 256 + first,
+                FULL_TILES,
+                MASKED,
+                KIND,
+                GROUP,
+                F,
+                CHUNK32,
+                AMAX_FLOOR,
+            )
         slot = next_slot(slot)

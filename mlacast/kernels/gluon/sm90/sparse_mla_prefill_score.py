@@ -9,37 +9,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
-    BLOCK_H,
-    LN_2,
-    block_count,
-    join_pairs,
+from mlacast.kernels.common.sm90_rotation import (
     load_angles,
-    next_phase,
-    next_slot,
-    opaque,
-    row_length,
+    rotate,
     split_pairs,
+    sum_of_squares,
     table_row,
 )
+from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
+    BLOCK_H,
+    block_count,
+    next_phase,
+    next_slot,
+    row_length,
+)
 
-
-@gluon.jit
-def _sum_of_squares(x, ROW: gl.constexpr):
-    """Sum over the columns of a bfloat16 tile in float32."""
-    wide = x.to(gl.float32)
-    return gl.convert_layout(gl.sum(wide * wide, 1), ROW)
-
-
-@gluon.jit
-def _rotate(x, cos, sin, HALF_PAIRING: gl.constexpr):
-    """Rotate the pairs of a bfloat16 tile [64, 64] in float32; ``cos`` and ``sin`` are [1, 32]."""
-    first, second = split_pairs(x, HALF_PAIRING)
-    first = first.to(gl.float32)
-    second = second.to(gl.float32)
-    rotated_first = (first * cos - second * sin).to(gl.bfloat16)
-    rotated_second = (second * cos + first * sin).to(gl.bfloat16)
-    return join_pairs(rotated_first, rotated_second, HALF_PAIRING)
+# Weights reach 2**8 before their base moves: as precise in bfloat16, and far from overflow.
+LAZINESS = gl.constexpr(8.0)
 
 
 @gluon.jit
@@ -52,22 +38,32 @@ def _start_scores(q_left, q_middle, q_right_smem, k, bias):
 
 
 @gluon.jit
-def _softmax(s, running_max, partial_sum, score_scale, PARTIAL: gl.constexpr):
+def _softmax(
+    s, base, running_max, partial_sum, score_scale, PARTIAL: gl.constexpr, LAST: gl.constexpr
+):
     """Fold one block of scores [64, 64] into the softmax state.
 
+    Weights are relative to ``base``, a maximum that follows the true one only when that has grown
+    more than 256-fold: most blocks leave what came before as it is. The last block settles it.
+
     Returns:
-        weights [64, 64] bfloat16, the factor alpha [64] of everything before, the new maximum [64]
-        (base 2) and the new partial sums [64, 4], one per thread of a quad.
+        weights [64, 64] bfloat16, the factor alpha [64] of everything before, the new base and the
+        new maximum [64] (base 2) and the new partial sums [64, 4], one per thread of a quad.
     """
     new_max = gl.maximum(running_max, gl.max(s, 1) * score_scale)
+    new_base = new_max
+    if not LAST:
+        new_base = gl.where(new_max > base + LAZINESS, new_max, base)
     # -inf - -inf is NaN: shift by 0 while nothing valid has been seen.
-    shift = gl.where(new_max == -float("inf"), 0.0, new_max)
+    shift = gl.where(new_base == -float("inf"), 0.0, new_base)
     p = gl.exp2(s * score_scale[:, None] - shift[:, None])
-    alpha = gl.exp2(running_max - shift)
+    # What came before a row's first key is zero and needs no factor.
+    alpha = gl.where(base == -float("inf"), 1.0, gl.exp2(base - shift))
     by_quad = gl.sum(gl.sum(gl.reshape(p, (64, 8, 4, 2)), 3), 1)
     by_quad = gl.convert_layout(by_quad, PARTIAL, assert_trivial=True)
     rescale = gl.convert_layout(alpha, gl.SliceLayout(1, PARTIAL))
-    return p.to(gl.bfloat16), alpha, new_max, partial_sum * rescale[:, None] + by_quad
+    sums = partial_sum * rescale[:, None] + by_quad
+    return p.to(gl.bfloat16), alpha, new_base, new_max, sums
 
 
 @gluon.jit
@@ -87,43 +83,36 @@ def score_role(
     p_smem,
     alpha_smem,
     bias_smem,
-    factor_smem,
+    total_smem,
+    max_smem,
     k_ready,
     k_free,
     p_ready,
     p_go,
     p_free,
-    factor_ready,
-    factor_free,
     topk,
     length_ptr,
     stride_length,
-    sink_ptr,
     table_ptr,
     stride_table,
     table_rows,
     positions_ptr,
     stride_positions,
-    max_logits_ptr,
-    lse_ptr,
-    num_heads,
     num_tiles,
     eps,
     score_scale_log2,
     HEAD_BLOCKS: gl.constexpr,
-    FULL_TILES: gl.constexpr,
     HAS_NORM: gl.constexpr,
     HAS_ROPE: gl.constexpr,
     HALF_PAIRING: gl.constexpr,
-    HAS_SINK: gl.constexpr,
     HAS_LENGTH: gl.constexpr,
 ):
-    """Scores and softmax of every tile; lse and max_logits to global memory.
+    """Scores and softmax of every tile.
 
     Consumes ``k_ready``; frees the query's slot (``k_free``) itself. Produces per block ``p_ready``
     (weights stored) and ``p_go`` (weights may be multiplied: released only when the next scores are
-    nearly done, so that P V overlaps the softmax and does not starve Q K^T), per tile
-    ``factor_ready``.
+    nearly done, so that P V overlaps the softmax and does not starve Q K^T). The last block of a
+    tile brings the sums and maxima of its rows.
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     Q: gl.constexpr = gl.DotOperandLayout(0, S, 2)
@@ -132,11 +121,9 @@ def score_role(
     PARTIAL: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
     )
-    row = gl.arange(0, BLOCK_H, ROW)
     slot = 0
     phase = 0
     count = 0
-    tile_phase = 0
     first_token = gl.program_id(0) // HEAD_BLOCKS
     if HAS_ROPE:
         pairs, other = split_pairs(gl.zeros((BLOCK_H, 64), gl.bfloat16, Q), HALF_PAIRING)
@@ -150,35 +137,39 @@ def score_role(
             next_angles = table_row(table_rows, positions_ptr, stride_positions, next_token)
         mbarrier.wait(k_ready.index(slot), phase)
         query = k_smem.index(slot)
-        q_part = query.slice(384, 64, dim=1).load(Q)
         q_rope = query.slice(448, 64, dim=1).load(Q)
         if HAS_NORM:
-            squares = _sum_of_squares(q_part, ROW) + _sum_of_squares(q_rope, ROW)
+            squares = sum_of_squares(q_rope, ROW)
         if HAS_ROPE:
-            q_rope = gl.convert_layout(_rotate(q_rope, cos, sin, HALF_PAIRING), Q)
-        q_smem.slice(0, 64, dim=1).store(q_part)
+            q_rope = gl.convert_layout(rotate(q_rope, cos, sin, HALF_PAIRING), Q)
         q_smem.slice(64, 64, dim=1).store(q_rope)
+        q_part = query.slice(384, 64, dim=1).load(Q)
+        if HAS_NORM:
+            squares += sum_of_squares(q_part, ROW)
+        q_smem.slice(0, 64, dim=1).store(q_part)
+        fence_async_shared()
         q_left = query.slice(0, 256, dim=1).load(Q)
         q_middle = query.slice(256, 128, dim=1).load(Q)
-        fence_async_shared()
         mbarrier.arrive(k_free.index(slot), count=2)
+        score_scale = gl.full((BLOCK_H,), 0.0, gl.float32, ROW) + score_scale_log2
+        if HAS_NORM:
+            # The norm is one factor per head, so it joins the score scale; meanwhile the first keys
+            # arrive.
+            squares += sum_of_squares(q_left, ROW) + sum_of_squares(q_middle, ROW)
+            score_scale *= gl.rsqrt(squares * (1.0 / 512.0) + eps)
         phase = next_phase(slot, phase)
         slot = next_slot(slot)
         mbarrier.wait(k_ready.index(slot), phase)
         zeros = gl.zeros((64, 64), gl.float32, S)
         bias = gl.broadcast(bias_smem.index(slot).load(COLUMN)[None, :], zeros)[0]
         s = _start_scores(q_left, q_middle, q_smem, k_smem.index(slot), bias)
-        score_scale = gl.full((BLOCK_H,), 0.0, gl.float32, ROW) + score_scale_log2
-        if HAS_NORM:
-            # The norm is one factor per head, so it joins the score scale; Q K^T runs meanwhile.
-            squares += _sum_of_squares(q_left, ROW) + _sum_of_squares(q_middle, ROW)
-            score_scale *= gl.rsqrt(squares * (1.0 / 512.0) + eps)
         running_max = gl.full((BLOCK_H,), -float("inf"), gl.float32, ROW)
+        base = running_max
         partial_sum = gl.full((BLOCK_H, 4), 0.0, gl.float32, PARTIAL)
         s = warpgroup_mma_wait(0, deps=[s])
         for _ in range(num_blocks - 1):
-            p, alpha, running_max, partial_sum = _softmax(
-                s, running_max, partial_sum, score_scale, PARTIAL
+            p, alpha, base, running_max, partial_sum = _softmax(
+                s, base, running_max, partial_sum, score_scale, PARTIAL, False
             )
             _publish_weights(p, alpha, p_smem, alpha_smem, p_ready, p_free, count)
             phase = next_phase(slot, phase)
@@ -192,42 +183,20 @@ def score_role(
             s = warpgroup_mma_wait(0, deps=[s])
             count += 1
         # The query's registers are free now, and the end of the tile hides the latency of loads.
-        if HAS_SINK:
-            head = (tile % HEAD_BLOCKS) * BLOCK_H + opaque(row)
-            if FULL_TILES:
-                sink = gl.load(sink_ptr + head)
-            else:
-                sink = gl.load(sink_ptr + head, mask=head < num_heads, other=-float("inf"))
         if HAS_ROPE:
             cos, sin = load_angles(table_ptr, stride_table, next_angles, pairs)
-        p, alpha, running_max, partial_sum = _softmax(
-            s, running_max, partial_sum, score_scale, PARTIAL
+        p, alpha, base, running_max, partial_sum = _softmax(
+            s, base, running_max, partial_sum, score_scale, PARTIAL, True
         )
-        _publish_weights(p, alpha, p_smem, alpha_smem, p_ready, p_free, count)
+        buffer = count & 1
+        mbarrier.wait(p_free.index(buffer), ((count >> 1) & 1) ^ 1)
+        p_smem.index(buffer).store(p)
+        alpha_smem.index(buffer).store(alpha)
+        total_smem.index(buffer).store(gl.convert_layout(gl.sum(partial_sum, 1), ROW))
+        max_smem.index(buffer).store(running_max)
         fence_async_shared()
-        mbarrier.arrive(p_go.index(count & 1), count=1)
+        mbarrier.arrive(p_ready.index(buffer), count=1)
+        mbarrier.arrive(p_go.index(buffer), count=1)
         count += 1
         phase = next_phase(slot, phase)
         slot = next_slot(slot)
-
-        total = gl.convert_layout(gl.sum(partial_sum, 1), ROW)
-        empty = total == 0.0
-        divisor = gl.where(empty, 1.0, total)
-        lse = gl.where(empty, -float("inf"), (running_max + gl.log2(divisor)) * LN_2)
-        factor = gl.where(empty, 0.0, 1.0 / divisor)
-        if HAS_SINK:
-            # An empty row keeps the factor 0: -inf - (-inf) would be NaN.
-            shifted = gl.where(empty, 0.0, sink - lse)
-            factor = gl.where(sink == float("inf"), 0.0, factor / (1.0 + gl.exp(shifted)))
-        mbarrier.wait(factor_free, tile_phase ^ 1)
-        factor_smem.store(factor)
-        mbarrier.arrive(factor_ready, count=1)
-        tile_phase ^= 1
-        head = (tile % HEAD_BLOCKS) * BLOCK_H + opaque(row)
-        target = token.to(gl.int64) * num_heads
-        if FULL_TILES:
-            gl.store(lse_ptr + target + head, lse)
-            gl.store(max_logits_ptr + target + head, running_max * LN_2)
-        else:
-            gl.store(lse_ptr + target + head, lse, mask=head < num_heads)
-            gl.store(max_logits_ptr + target + head, running_max * LN_2, mask=head < num_heads)

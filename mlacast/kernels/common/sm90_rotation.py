@@ -1,0 +1,91 @@
+"""Query and output tiles of 64 heads in the registers of a Hopper kernel: RoPE, squares, halves."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def opaque(x):
+    """``x`` (int32, 0..255) as a value that nobody computes with ahead of time.
+
+    Addresses that do not change from tile to tile would otherwise be kept in registers, and spill.
+    The mask tells the compiler that the value is not negative.
+    """
+    value = gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
+    return value & 0xFF
+
+
+@gluon.jit
+def table_row(table_rows, positions_ptr, stride_positions, token):
+    """Row of the RoPE table of a token (int32); positions outside are clamped."""
+    position = gl.load(positions_ptr + token.to(gl.int64) * stride_positions).to(gl.int64)
+    return gl.minimum(gl.maximum(position, 0), table_rows - 1).to(gl.int32)
+
+
+@gluon.jit
+def split_pairs(x, HALF_PAIRING: gl.constexpr):
+    """Split [64, 64] into the first and second elements [64, 32] of its pairs."""
+    if HALF_PAIRING:
+        first, second = gl.split(gl.permute(gl.reshape(x, (64, 2, 32)), (0, 2, 1)))
+    else:
+        first, second = gl.split(gl.reshape(x, (64, 32, 2)))
+    return first, second
+
+
+@gluon.jit
+def join_pairs(first, second, HALF_PAIRING: gl.constexpr):
+    """Inverse of ``split_pairs``."""
+    pairs = gl.join(first, second)
+    if HALF_PAIRING:
+        pairs = gl.permute(pairs, (0, 2, 1))
+    return gl.reshape(pairs, (64, 64))
+
+
+@gluon.jit
+def load_angles(table_ptr, stride_table, table_row, pairs):
+    """Cosines and sines [1, 32] of a table row, laid out like the columns of ``pairs`` [64, 32]."""
+    row_ptr = table_ptr + table_row.to(gl.int64) * stride_table
+    LAYOUT: gl.constexpr = pairs.type.layout
+    pair = gl.arange(0, 32, gl.SliceLayout(0, LAYOUT))
+    return gl.load(row_ptr + pair)[None, :], gl.load(row_ptr + 32 + pair)[None, :]
+
+
+@gluon.jit
+def rotate(x, cos, sin, HALF_PAIRING: gl.constexpr):
+    """Rotate the pairs of a bfloat16 tile [64, 64] in float32; ``cos`` and ``sin`` are [1, 32]."""
+    first, second = split_pairs(x, HALF_PAIRING)
+    first = first.to(gl.float32)
+    second = second.to(gl.float32)
+    rotated_first = (first * cos - second * sin).to(gl.bfloat16)
+    rotated_second = (second * cos + first * sin).to(gl.bfloat16)
+    return join_pairs(rotated_first, rotated_second, HALF_PAIRING)
+
+
+@gluon.jit
+def halves(x, N: gl.constexpr):
+    """Split [64, N] into its left and right columns."""
+    return gl.split(gl.permute(gl.reshape(x, (64, 2, N // 2)), (0, 2, 1)))
+
+
+@gluon.jit
+def rotate_back_last_64(x, table_ptr, stride_table, table_row, dead, HALF_PAIRING: gl.constexpr):
+    """Rotate the last 64 of 128 columns by the negative angles; ``dead`` rows [64] stay zero."""
+    plain, rope = halves(x, 128)
+    first, second = split_pairs(rope, HALF_PAIRING)
+    cos, sin = load_angles(table_ptr, stride_table, table_row, first)
+    # Whatever the table holds at the position of an empty row, its output is zero.
+    gone = gl.convert_layout(dead, gl.SliceLayout(1, first.type.layout))[:, None]
+    rotated_first = gl.where(gone, 0.0, first * cos + second * sin)
+    rotated_second = gl.where(gone, 0.0, second * cos - first * sin)
+    rope = join_pairs(rotated_first, rotated_second, HALF_PAIRING)
+    joined = gl.join(plain, gl.convert_layout(rope, plain.type.layout))
+    return gl.reshape(gl.permute(joined, (0, 2, 1)), (64, 128))
+
+
+@gluon.jit
+def sum_of_squares(x, ROW: gl.constexpr):
+    """Sum over the columns of a bfloat16 tile in float32."""
+    wide = x.to(gl.float32)
+    return gl.convert_layout(gl.sum(wide * wide, 1), ROW)

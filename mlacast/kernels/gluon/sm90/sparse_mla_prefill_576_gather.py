@@ -1,0 +1,151 @@
+"""Gather role of the Hopper prefill kernel for d_qk 576: main parts into the ring, tails beside it.
+
+A row travels as its first 512 dimensions, which the output needs too, and its last 64, which only
+the scores need. One tail buffer is enough: the scores read it first.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
+
+from mlacast.kernels.common.sm90_rotation import opaque
+from mlacast.kernels.gluon.sm90.sparse_mla_prefill_576_barriers import (
+    K_FREE,
+    K_READY,
+    Q_FREE,
+    TAIL_FREE,
+)
+from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
+    BLOCK_H,
+    BLOCK_N,
+    block_count,
+    next_phase,
+    next_slot,
+    row_length,
+)
+
+
+@gluon.jit
+def _load_ids(indices_ptr, stride_indices, token, first, lane, length):
+    """Row numbers of one block; -1 at or past ``length``."""
+    column = first + lane
+    row_ptr = indices_ptr + token.to(gl.int64) * stride_indices
+    return gl.load(row_ptr + column, mask=column < length, other=-1)
+
+
+@gluon.jit
+def _copy_query(
+    target,
+    base,
+    stride_q_head,
+    head,
+    num_heads,
+    FIRST: gl.constexpr,
+    WIDTH: gl.constexpr,
+    FULL_TILES: gl.constexpr,
+):
+    """Start copying dimensions ``FIRST``.. of 64 heads [64, WIDTH]; absent heads become zero."""
+    d = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, head.type.layout.parent))
+    query = base + (head * stride_q_head)[:, None] + d[None, :]
+    if FULL_TILES:
+        async_copy.async_copy_global_to_shared(target, query)
+    else:
+        mask = (head < num_heads)[:, None]
+        async_copy.async_copy_global_to_shared(target, query, mask=mask)
+
+
+@gluon.jit
+def _publish(barriers, slot):
+    """Signal the slot once all copies of this warpgroup have landed: 128 arrivals and one."""
+    async_copy.mbarrier_arrive(barriers.index(K_READY + slot), increment_count=False)
+    mbarrier.arrive(barriers.index(K_READY + slot), count=1)
+
+
+@gluon.jit
+def gather_role(
+    q_ptr,
+    stride_q_token,
+    stride_q_head,
+    kv_ptr,
+    stride_kv,
+    s_kv,
+    indices_ptr,
+    stride_indices,
+    topk,
+    length_ptr,
+    stride_length,
+    num_heads,
+    num_tiles,
+    barriers,
+    k_smem,
+    tail_smem,
+    q_smem,
+    mask_smem,
+    HEAD_BLOCKS: gl.constexpr,
+    FULL_TILES: gl.constexpr,
+    HAS_LENGTH: gl.constexpr,
+):
+    """Per tile: the query [64, 576], then its blocks of 64 selected rows [64, 576].
+
+    Produces ``k_ready`` (of a slot and of what belongs to it elsewhere); consumes ``k_free``,
+    ``tail_free`` and ``q_free``. The last 128 dimensions of the query go to ``q_smem``, the rest of
+    it takes a slot. Row numbers are loaded one block ahead, across tiles. Rows that do not count
+    are zero and marked in ``mask_smem``.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    lane = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
+    d = gl.arange(0, 512, gl.SliceLayout(0, LAYOUT))
+    d_tail = 512 + gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
+    slot = 0
+    phase = 1
+    tail_phase = 1
+    q_phase = 1
+    step = gl.num_programs(0)
+    first_token = gl.program_id(0) // HEAD_BLOCKS
+    length = row_length(length_ptr, stride_length, first_token, topk, HAS_LENGTH)
+    ids = _load_ids(indices_ptr, stride_indices, first_token, 0, lane, length)
+    for tile in range(gl.program_id(0), num_tiles, step):
+        token = tile // HEAD_BLOCKS
+        next_token = gl.minimum(tile + step, num_tiles - 1) // HEAD_BLOCKS
+        next_length = row_length(length_ptr, stride_length, next_token, topk, HAS_LENGTH)
+        base = q_ptr + token.to(gl.int64) * stride_q_token
+        head = (tile % HEAD_BLOCKS) * BLOCK_H + opaque(lane)
+        mbarrier.wait(barriers.index(K_FREE + slot), phase)
+        left = k_smem.index(slot).slice(0, 256, dim=1)
+        right = k_smem.index(slot).slice(256, 256, dim=1)
+        _copy_query(left, base, stride_q_head, head, num_heads, 0, 256, FULL_TILES)
+        _copy_query(right, base, stride_q_head, head, num_heads, 256, 256, FULL_TILES)
+        mbarrier.wait(barriers.index(Q_FREE), q_phase)
+        q_phase ^= 1
+        _copy_query(q_smem, base, stride_q_head, head, num_heads, 448, 128, FULL_TILES)
+        _publish(barriers, slot)
+        phase = next_phase(slot, phase)
+        slot = next_slot(slot)
+        num_blocks = block_count(length)
+        for i in range(num_blocks):
+            valid = (ids >= 0) & (ids < s_kv)
+            rows = kv_ptr + (ids.to(gl.int64) * stride_kv)[:, None]
+            is_last = i == num_blocks - 1
+            ids = _load_ids(
+                indices_ptr,
+                stride_indices,
+                gl.where(is_last, next_token, token),
+                gl.where(is_last, 0, (i + 1) * BLOCK_N),
+                lane,
+                gl.where(is_last, next_length, length),
+            )
+            mbarrier.wait(barriers.index(K_FREE + slot), phase)
+            mask_smem.index(slot).store(gl.where(valid, 0, 1).to(gl.int8))
+            async_copy.async_copy_global_to_shared(
+                k_smem.index(slot), rows + d[None, :], mask=valid[:, None]
+            )
+            # The scores of the block before have to be under way; its main part was free earlier.
+            mbarrier.wait(barriers.index(TAIL_FREE), tail_phase)
+            tail_phase ^= 1
+            async_copy.async_copy_global_to_shared(
+                tail_smem, rows + d_tail[None, :], mask=valid[:, None]
+            )
+            _publish(barriers, slot)
+            phase = next_phase(slot, phase)
+            slot = next_slot(slot)
+        length = next_length

@@ -1,0 +1,127 @@
+"""Output roles of the Hopper prefill kernel for d_qk 576: P V of 256 dimensions each, the store."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from mlacast.kernels.common.sm90_store import store_block
+from mlacast.kernels.gluon.sm90.sparse_mla_prefill_576_barriers import (
+    ALPHA_FREE,
+    FACTOR_FREE,
+    FACTOR_READY,
+    K_FREE,
+    P_FREE,
+    P_GO,
+    P_READY,
+)
+from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
+    BLOCK_H,
+    block_count,
+    next_slot,
+    row_length,
+)
+
+
+@gluon.jit
+def output_role(
+    barriers,
+    k_smem,
+    p_smem,
+    alpha_smem,
+    topk,
+    length_ptr,
+    stride_length,
+    data_ptr,
+    sf_ptr,
+    scale_ptr,
+    stride_data_token,
+    stride_data_group,
+    stride_sf_token,
+    stride_sf_group,
+    stride_sf_word,
+    padding_rows,
+    num_heads,
+    num_tiles,
+    HALF: gl.constexpr,
+    HEAD_BLOCKS: gl.constexpr,
+    FULL_TILES: gl.constexpr,
+    HAS_SINK: gl.constexpr,
+    HAS_LENGTH: gl.constexpr,
+    KIND: gl.constexpr,
+    GROUP: gl.constexpr,
+    F: gl.constexpr,
+    CHUNK32: gl.constexpr,
+    AMAX_FLOOR: gl.constexpr,
+):
+    """Accumulate dimensions ``256 * HALF``.. of every tile, normalise and store.
+
+    Consumes ``P_READY``, ``P_GO`` and ``FACTOR_READY``; produces, together with the other half,
+    ``P_FREE``, ``ALPHA_FREE``, ``K_FREE`` and ``FACTOR_FREE``.
+    """
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, OUT)
+    slot = 0
+    count = 0
+    tile_phase = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        token = tile // HEAD_BLOCKS
+        num_blocks = block_count(row_length(length_ptr, stride_length, token, topk, HAS_LENGTH))
+        o = gl.zeros((BLOCK_H, 256), gl.float32, OUT)
+        for _ in range(num_blocks):
+            slot = next_slot(slot)
+            mbarrier.wait(barriers.index(P_READY), count & 1)
+            alpha = alpha_smem.load(ROW)
+            mbarrier.arrive(barriers.index(ALPHA_FREE), count=1)
+            o = o * alpha[:, None]
+            # The last quarter in registers frees the weights' only buffer before P V is done.
+            p = p_smem.slice(48, 16, dim=1).load(P)
+            mbarrier.wait(barriers.index(P_GO + (count & 1)), (count >> 1) & 1)
+            v = k_smem.index(slot).slice(HALF * 256, 256, dim=1)
+            o = warpgroup_mma(p_smem.slice(0, 32, dim=1), v.slice(0, 32, dim=0), o, is_async=True)
+            o = warpgroup_mma(p_smem.slice(32, 16, dim=1), v.slice(32, 16, dim=0), o, is_async=True)
+            o = warpgroup_mma(p, v.slice(48, 16, dim=0), o, is_async=True)
+            o = warpgroup_mma_wait(1, deps=[o])
+            mbarrier.arrive(barriers.index(P_FREE), count=1)
+            o = warpgroup_mma_wait(0, deps=[o])
+            mbarrier.arrive(barriers.index(K_FREE + slot), count=1)
+            count += 1
+        mbarrier.wait(barriers.index(FACTOR_READY), tile_phase)
+        factor = alpha_smem.load(ROW)
+        mbarrier.arrive(barriers.index(FACTOR_FREE), count=1)
+        tile_phase ^= 1
+        o = o * factor[:, None]
+        if HAS_SINK:
+            # A closed sink gives zeros whatever the accumulator holds.
+            o = gl.where((factor == 0.0)[:, None], 0.0, o)
+        row = token.to(gl.int64)
+        head_start = (tile % HEAD_BLOCKS) * BLOCK_H
+        padding = gl.where(token == num_tiles // HEAD_BLOCKS - 1, padding_rows, 0)
+        left, right = gl.split(gl.permute(gl.reshape(o, (BLOCK_H, 2, 128)), (0, 2, 1)))
+        for part in gl.static_range(2):
+            store_block(
+                left if part == 0 else right,
+                data_ptr + row * stride_data_token,
+                stride_data_group,
+                sf_ptr,
+                stride_sf_token,
+                stride_sf_group,
+                stride_sf_word,
+                scale_ptr,
+                row,
+                padding,
+                head_start,
+                num_heads,
+                HALF * 256 + part * 128,
+                FULL_TILES,
+                KIND,
+                GROUP,
+                F,
+                CHUNK32,
+                AMAX_FLOOR,
+            )
+        slot = next_slot(slot)

@@ -1,0 +1,255 @@
+"""Score role of the Hopper prefill kernel for d_qk 576: query rotation, scores, softmax."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from mlacast.kernels.common.sm90_rotation import load_angles, opaque, rotate, split_pairs, table_row
+from mlacast.kernels.gluon.sm90.sparse_mla_prefill_576_barriers import (
+    ALPHA_FREE,
+    FACTOR_FREE,
+    FACTOR_READY,
+    K_FREE,
+    K_READY,
+    P_FREE,
+    P_GO,
+    P_READY,
+    Q_FREE,
+    TAIL_FREE,
+)
+from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
+    BLOCK_H,
+    LN_2,
+    block_count,
+    next_phase,
+    next_slot,
+    row_length,
+)
+
+
+@gluon.jit
+def _start_scores(barriers, query, k, tail, S: gl.constexpr):
+    """Issue q k^T, the tail first, and hand the tail's buffer back.
+
+    The parts from shared memory precede those from registers: the last ones run beside P V, which
+    reads shared memory too.
+
+    Returns:
+        scores [64, 64] float32; the last 128 dimensions and more may be outstanding.
+    """
+    q_256, q_128, q_32, q_16, q_16_smem, q_smem = query
+    kt = k.permute((1, 0))
+    s = gl.zeros((64, 64), gl.float32, S)
+    q_tail = q_smem.slice(64, 64, dim=1)
+    s = warpgroup_mma(q_tail, tail.permute((1, 0)), s, use_acc=False, is_async=True)
+    s = warpgroup_mma(q_smem.slice(0, 64, dim=1), kt.slice(448, 64, dim=0), s, is_async=True)
+    s = warpgroup_mma(q_16_smem, kt.slice(432, 16, dim=0), s, is_async=True)
+    s = warpgroup_mma(q_256, kt.slice(0, 256, dim=0), s, is_async=True)
+    s = warpgroup_mma(q_32, kt.slice(384, 32, dim=0), s, is_async=True)
+    s = warpgroup_mma(q_16, kt.slice(416, 16, dim=0), s, is_async=True)
+    s = warpgroup_mma(q_128, kt.slice(256, 128, dim=0), s, is_async=True)
+    s = warpgroup_mma_wait(6, deps=[s])
+    mbarrier.arrive(barriers.index(TAIL_FREE), count=1)
+    return s
+
+
+@gluon.jit
+def _any_masked(mask):
+    """Whether a block has keys that do not count; as one number, for a branch."""
+    # Every warp reads all 64 entries: no exchange between warps.
+    WARP: gl.constexpr = gl.DistributedLinearLayout(
+        [[1]], [[2], [4], [8], [16], [32]], [[0], [0]], [], [64]
+    )
+    # Opaque, so that the exchange happens here, while the scores are computed.
+    return opaque(gl.max(mask.load(WARP).to(gl.int32), 0))
+
+
+@gluon.jit
+def _apply_mask(s, mask, COLUMN: gl.constexpr):
+    """Scores [64, 64] with -inf for keys that do not count."""
+    return gl.where((mask.load(COLUMN) != 0)[None, :], -float("inf"), s)
+
+
+@gluon.jit
+def _softmax(s, running_max, partial_sum, score_scale, PARTIAL: gl.constexpr):
+    """Fold one block of scores [64, 64] into the softmax state.
+
+    Returns:
+        weights [64, 64] bfloat16, the factor alpha [64] of everything before, the new maximum [64]
+        (base 2) and the new partial sums [64, 4], one per thread of a quad.
+    """
+    new_max = gl.maximum(running_max, gl.max(s, 1) * score_scale)
+    # -inf - -inf is NaN: shift by 0 while nothing valid has been seen.
+    shift = gl.where(new_max == -float("inf"), 0.0, new_max)
+    p = gl.exp2(s * score_scale - shift[:, None])
+    alpha = gl.exp2(running_max - shift)
+    by_quad = gl.sum(gl.sum(gl.reshape(p, (64, 8, 4, 2)), 3), 1)
+    by_quad = gl.convert_layout(by_quad, PARTIAL, assert_trivial=True)
+    rescale = gl.convert_layout(alpha, gl.SliceLayout(1, PARTIAL))
+    return p.to(gl.bfloat16), alpha, new_max, partial_sum * rescale[:, None] + by_quad
+
+
+@gluon.jit
+def _publish_weights(barriers, p, alpha, p_smem, alpha_smem, count):
+    """Hand weights and rescale factors of block ``count`` to the output roles.
+
+    The fence is also that between the copies of the next block, waited for before, and its use.
+    """
+    mbarrier.wait(barriers.index(P_FREE), (count & 1) ^ 1)
+    p_smem.store(p)
+    alpha_smem.store(alpha)
+    fence_async_shared()
+    mbarrier.arrive(barriers.index(P_READY), count=1)
+
+
+@gluon.jit
+def score_role(
+    barriers,
+    k_smem,
+    tail_smem,
+    q_smem,
+    q_16_smem,
+    p_smem,
+    alpha_smem,
+    mask_smem,
+    topk,
+    length_ptr,
+    stride_length,
+    sink_ptr,
+    table_ptr,
+    stride_table,
+    table_rows,
+    positions_ptr,
+    stride_positions,
+    max_logits_ptr,
+    lse_ptr,
+    num_heads,
+    num_tiles,
+    score_scale_log2,
+    HEAD_BLOCKS: gl.constexpr,
+    FULL_TILES: gl.constexpr,
+    HAS_ROPE: gl.constexpr,
+    HALF_PAIRING: gl.constexpr,
+    HAS_SINK: gl.constexpr,
+    HAS_LENGTH: gl.constexpr,
+):
+    """Scores and softmax of every tile; lse and max_logits to global memory.
+
+    Consumes ``K_READY``; frees the query's slot (``K_FREE``), ``TAIL_FREE`` and ``Q_FREE``.
+    Produces per block ``P_READY`` and ``P_GO`` (released only when the next scores are nearly done,
+    so that P V overlaps the softmax and does not starve Q K^T), per tile ``FACTOR_READY``. Of the
+    query 432 dimensions are in registers, 144 in shared memory: 16 more in registers would spill.
+    """
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    Q: gl.constexpr = gl.DotOperandLayout(0, S, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, S)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, S)
+    PARTIAL: gl.constexpr = gl.DistributedLinearLayout(
+        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
+    )
+    row = gl.arange(0, BLOCK_H, ROW)
+    slot = 0
+    phase = 0
+    count = 0
+    tile_phase = 0
+    first_token = gl.program_id(0) // HEAD_BLOCKS
+    if HAS_ROPE:
+        pairs, other = split_pairs(gl.zeros((BLOCK_H, 64), gl.bfloat16, Q), HALF_PAIRING)
+        angles = table_row(table_rows, positions_ptr, stride_positions, first_token)
+        cos, sin = load_angles(table_ptr, stride_table, angles, pairs)
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        token = tile // HEAD_BLOCKS
+        next_token = gl.minimum(tile + gl.num_programs(0), num_tiles - 1) // HEAD_BLOCKS
+        num_blocks = block_count(row_length(length_ptr, stride_length, token, topk, HAS_LENGTH))
+        if HAS_ROPE:
+            next_angles = table_row(table_rows, positions_ptr, stride_positions, next_token)
+        mbarrier.wait(barriers.index(K_READY + slot), phase)
+        if HAS_ROPE:
+            q_rope = q_smem.slice(64, 64, dim=1)
+            rotated = rotate(q_rope.load(Q), cos, sin, HALF_PAIRING)
+            q_rope.store(gl.convert_layout(rotated, Q))
+        q_slot = k_smem.index(slot)
+        q_16_smem.store(q_slot.slice(432, 16, dim=1).load(Q))
+        query = (
+            q_slot.slice(0, 256, dim=1).load(Q),
+            q_slot.slice(256, 128, dim=1).load(Q),
+            q_slot.slice(384, 32, dim=1).load(Q),
+            q_slot.slice(416, 16, dim=1).load(Q),
+            q_16_smem,
+            q_smem,
+        )
+        mbarrier.arrive(barriers.index(K_FREE + slot), count=2)
+        phase = next_phase(slot, phase)
+        slot = next_slot(slot)
+        mbarrier.wait(barriers.index(K_READY + slot), phase)
+        fence_async_shared()
+        s = _start_scores(barriers, query, k_smem.index(slot), tail_smem, S)
+        masked = _any_masked(mask_smem.index(slot))
+        # The rescale factors of this tile come where the final factors of the last one are.
+        mbarrier.wait(barriers.index(FACTOR_FREE), tile_phase ^ 1)
+        running_max = gl.full((BLOCK_H,), -float("inf"), gl.float32, ROW)
+        partial_sum = gl.full((BLOCK_H, 4), 0.0, gl.float32, PARTIAL)
+        s = warpgroup_mma_wait(0, deps=[s])
+        if masked != 0:
+            s = _apply_mask(s, mask_smem.index(slot), COLUMN)
+        for _ in range(num_blocks - 1):
+            phase = next_phase(slot, phase)
+            slot = next_slot(slot)
+            p, alpha, running_max, partial_sum = _softmax(
+                s, running_max, partial_sum, score_scale_log2, PARTIAL
+            )
+            mbarrier.wait(barriers.index(K_READY + slot), phase)
+            _publish_weights(barriers, p, alpha, p_smem, alpha_smem, count)
+            s = _start_scores(barriers, query, k_smem.index(slot), tail_smem, S)
+            masked = _any_masked(mask_smem.index(slot))
+            s = warpgroup_mma_wait(1, deps=[s])
+            mbarrier.arrive(barriers.index(P_GO + (count & 1)), count=1)
+            s = warpgroup_mma_wait(0, deps=[s])
+            if masked != 0:
+                s = _apply_mask(s, mask_smem.index(slot), COLUMN)
+            count += 1
+        mbarrier.arrive(barriers.index(Q_FREE), count=1)
+        # The query's registers are free now, and the end of the tile hides the latency of loads.
+        if HAS_SINK:
+            head = (tile % HEAD_BLOCKS) * BLOCK_H + opaque(row)
+            if FULL_TILES:
+                sink = gl.load(sink_ptr + head)
+            else:
+                sink = gl.load(sink_ptr + head, mask=head < num_heads, other=-float("inf"))
+        if HAS_ROPE:
+            cos, sin = load_angles(table_ptr, stride_table, next_angles, pairs)
+        p, alpha, running_max, partial_sum = _softmax(
+            s, running_max, partial_sum, score_scale_log2, PARTIAL
+        )
+        _publish_weights(barriers, p, alpha, p_smem, alpha_smem, count)
+        mbarrier.arrive(barriers.index(P_GO + (count & 1)), count=1)
+        count += 1
+        phase = next_phase(slot, phase)
+        slot = next_slot(slot)
+
+        total = gl.convert_layout(gl.sum(partial_sum, 1), ROW)
+        empty = total == 0.0
+        divisor = gl.where(empty, 1.0, total)
+        lse = gl.where(empty, -float("inf"), (running_max + gl.log2(divisor)) * LN_2)
+        factor = gl.where(empty, 0.0, 1.0 / divisor)
+        if HAS_SINK:
+            # An empty row keeps the factor 0: -inf - (-inf) would be NaN.
+            shifted = gl.where(empty, 0.0, sink - lse)
+            factor = gl.where(sink == float("inf"), 0.0, factor / (1.0 + gl.exp(shifted)))
+        mbarrier.wait(barriers.index(ALPHA_FREE), (count & 1) ^ 1)
+        alpha_smem.store(factor)
+        mbarrier.arrive(barriers.index(FACTOR_READY), count=1)
+        tile_phase ^= 1
+        head = (tile % HEAD_BLOCKS) * BLOCK_H + opaque(row)
+        target = token.to(gl.int64) * num_heads
+        if FULL_TILES:
+            gl.store(lse_ptr + target + head, lse)
+            gl.store(max_logits_ptr + target + head, running_max * LN_2)
+        else:
+            gl.store(lse_ptr + target + head, lse, mask=head < num_heads)
+            gl.store(max_logits_ptr + target + head, running_max * LN_2, mask=head < num_heads)
