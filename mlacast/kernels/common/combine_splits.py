@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from mlacast.errors import fail
+from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.sparse_attention import finish_rows
 from mlacast.kernels.common.store import store_output
 from mlacast.kernels.common.targets import StoreTarget
@@ -43,6 +44,8 @@ UNALIGNED_IN_EPILOGUE = [
 ]
 # Maxima of so many splits are read at a time.
 _SPLITS_AT_ONCE = tl.constexpr(32)
+# Dimensions of a program; only the last of a head rotates.
+_WIDTH = 128
 
 
 @triton.jit(
@@ -78,6 +81,7 @@ def combine_splits_kernel(
     HALF_PAIRING: tl.constexpr,
     HAS_SINK: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    WIDTH: tl.constexpr,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
     F: tl.constexpr,
@@ -85,7 +89,7 @@ def combine_splits_kernel(
     AMAX_FLOOR: tl.constexpr,
     SF_COLUMN_TILES: tl.constexpr,
 ):
-    """Merge BLOCK_H heads of one token. Grid: (s_q * ceil(h_q / BLOCK_H),).
+    """Merge a quarter of BLOCK_H heads of one token. Grid: (s_q * ceil(h_q / BLOCK_H), 4).
 
     Partials are added in ascending order. A split without keys has the sum 0, the maximum -inf and
     a partial of zeros, written like any other.
@@ -95,22 +99,24 @@ def combine_splits_kernel(
     head_start = (tl.program_id(0) % head_blocks) * BLOCK_H
     head = head_start + tl.arange(0, BLOCK_H)
     in_range = head < num_heads
-    d = tl.arange(0, 512)
+    first = tl.program_id(1) * WIDTH
+    d = first + tl.arange(0, WIDTH)
     mask = in_range[:, None] & (d >= 0)[None, :]
     row = token * num_heads + head
     step = num_tokens.to(tl.int64) * num_heads
-    running_max = tl.full((BLOCK_H,), -float("inf"), tl.float32)
-    for first in range(0, num_splits, _SPLITS_AT_ONCE):
-        split = first + tl.arange(0, _SPLITS_AT_ONCE)
-        maxima = tl.load(
+    maxima = tl.full((BLOCK_H, _SPLITS_AT_ONCE), -float("inf"), tl.float32)
+    for start in range(0, num_splits, _SPLITS_AT_ONCE):
+        split = start + tl.arange(0, _SPLITS_AT_ONCE)
+        part_max = tl.load(
             partial_max_ptr + split[None, :] * step + row[:, None],
             mask=in_range[:, None] & (split < num_splits)[None, :],
             other=-float("inf"),
         )
-        running_max = tl.maximum(running_max, tl.max(maxima, 1))
+        maxima = tl.maximum(maxima, part_max)
+    running_max = tl.max(maxima, 1)
     # -inf - -inf is NaN: shift by 0 where no split has a key.
     shift = tl.where(running_max == -float("inf"), 0.0, running_max)
-    acc = tl.zeros((BLOCK_H, 512), tl.float32)
+    acc = tl.zeros((BLOCK_H, WIDTH), tl.float32)
     running_sum = tl.zeros((BLOCK_H,), tl.float32)
     for split in tl.range(0, num_splits, loop_unroll_factor=4):
         part_row = split * step + row
@@ -134,12 +140,14 @@ def combine_splits_kernel(
         table_ptr,
         stride_table,
         table_row,
+        first,
         BLOCK_H,
+        WIDTH,
         HAS_SINK,
         ROTATE_BACK,
         HALF_PAIRING,
     )
-    tl.store(lse_ptr + row, lse, mask=in_range)
+    tl.store(lse_ptr + row, lse, mask=in_range & (first == 0))
     store_output(
         out,
         head_start,
@@ -155,7 +163,9 @@ def combine_splits_kernel(
         scale_ptr,
         row_start + token,
         tl.where(token == num_tokens - 1, padding_rows, 0),
+        first,
         BLOCK_H,
+        WIDTH,
         KIND,
         GROUP,
         F,
@@ -166,12 +176,12 @@ def combine_splits_kernel(
 
 
 def split_scratch(
-    rows: int, workspace: torch.Tensor | None, device: torch.device
+    rows: int, workspace: torch.Tensor | None, launches: Launches
 ) -> list[torch.Tensor]:
     """Scratch of split states: outputs [rows, 512], maxima and sums [rows], float32."""
     floats = rows * 514
     if workspace is None:
-        scratch = torch.empty(floats, dtype=torch.float32, device=device)
+        base = scratch = launches.scratch(floats)
     else:
         if workspace.numel() < floats * 4 or workspace.data_ptr() % 16:
             fail(
@@ -181,11 +191,13 @@ def split_scratch(
                 f"{workspace.numel()} bytes at {workspace.data_ptr() % 16} past one",
                 "plan_sparse_decode and workspace_size give the size",
             )
-        scratch = workspace[: floats * 4].view(torch.float32)
-    return [scratch, scratch[rows * 512 :], scratch[rows * 513 :]]
+        base, scratch = workspace, workspace[: floats * 4].view(torch.float32)
+    views = [scratch, scratch[rows * 512 :], scratch[rows * 513 :]]
+    return [launches.inside(base, view) for view in views]
 
 
 def combine_splits(
+    launches: Launches,
     partials: list[torch.Tensor],
     rope_arguments: list[Any],
     target: StoreTarget,
@@ -198,6 +210,7 @@ def combine_splits(
     """Launch the merge.
 
     Args:
+        launches: Launches of the call.
         partials: From ``split_scratch``, filled.
         rope_arguments: sink, table, its stride and rows, positions, their stride, lse.
         target: Where the output goes.
@@ -209,7 +222,9 @@ def combine_splits(
     """
     # Few rows need every multiprocessor; many are cheaper in larger programs.
     block_h = 1 if num_tokens * num_heads <= 1024 else 4
-    combine_splits_kernel[(num_tokens * triton.cdiv(num_heads, block_h),)](
+    launches.launch(
+        combine_splits_kernel,
+        (num_tokens * triton.cdiv(num_heads, block_h), 512 // _WIDTH),
         *partials,
         *rope_arguments,
         *target.tensors.values(),
@@ -219,8 +234,9 @@ def combine_splits(
         num_splits,
         ROTATE_BACK=flags["HAS_ROPE"] and d_qk == 512,
         BLOCK_H=block_h,
+        WIDTH=_WIDTH,
         **flags,
         **target.constants,
-        num_warps=4,
+        num_warps=1,
         enable_fp_fusion=False,
     )

@@ -1,0 +1,231 @@
+"""Output roles of the Hopper decode kernel: P V of 256 dimensions each, and the end of an item."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from mlacast.kernels.common.sm90_rotation import opaque, rotate_back_last_64, table_row
+from mlacast.kernels.common.sm90_store import store_block
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_slots import prefetch_first_blocks
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
+    BLOCK_H,
+    KEY_UNIT,
+    head_start,
+    skip_pieces,
+    work_range,
+)
+
+
+@gluon.jit
+def _store_partial(
+    o, partial_out_ptr, state, first_head, num_heads, FIRST: gl.constexpr, FULL_TILES: gl.constexpr
+):
+    """Store an un-normalised [64, 128] of a split in float32; ``state`` counts rows of 512."""
+    LAYOUT: gl.constexpr = o.type.layout
+    head = first_head + opaque(gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT)))
+    d = FIRST + gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
+    pointers = partial_out_ptr + state * 512 + (head * 512)[:, None] + d[None, :]
+    if FULL_TILES:
+        gl.store(pointers, o * KEY_UNIT)
+    else:
+        gl.store(pointers, o * KEY_UNIT, mask=(head < num_heads)[:, None])
+
+
+@gluon.jit
+def output_role(
+    k_even,
+    k_odd,
+    p_smem,
+    alpha_smem,
+    factor_smem,
+    k_free,
+    p_ready,
+    p_go,
+    p_free,
+    factor_ready,
+    factor_free,
+    pool,
+    extra_pool,
+    rope,
+    target,
+    partial_out_ptr,
+    num_tokens,
+    num_heads,
+    num_items,
+    num_splits,
+    HALF: gl.constexpr,
+    HEAD_BLOCKS: gl.constexpr,
+    FULL_TILES: gl.constexpr,
+    IS_SPLIT: gl.constexpr,
+    ROTATE_BACK: gl.constexpr,
+    HALF_PAIRING: gl.constexpr,
+    HAS_SINK: gl.constexpr,
+    HAS_LENGTH: gl.constexpr,
+    HAS_EXTRA: gl.constexpr,
+    HAS_EXTRA_LENGTH: gl.constexpr,
+    KIND: gl.constexpr,
+    GROUP: gl.constexpr,
+    F: gl.constexpr,
+    CHUNK32: gl.constexpr,
+    AMAX_FLOOR: gl.constexpr,
+    FORMAT: gl.constexpr,
+    INLINE: gl.constexpr,
+    EXTRA_FORMAT: gl.constexpr,
+    EXTRA_INLINE: gl.constexpr,
+    NUM_PIECES: gl.constexpr,
+    DELAY_OUTPUT: gl.constexpr,
+):
+    """Accumulate dimensions ``256 * HALF``.. of every item; a split leaves its state, others end.
+
+    Consumes ``p_ready``, ``p_go`` and ``factor_ready``; produces ``p_free``, ``factor_free`` and
+    ``k_free`` of its half of the keys.
+    """
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, OUT)
+    table_ptr, stride_table, table_rows, positions_ptr, stride_positions = rope
+    (
+        data_ptr,
+        sf_ptr,
+        scale_ptr,
+        stride_data_token,
+        stride_data_group,
+        stride_sf_token,
+        stride_sf_group,
+        stride_sf_word,
+        padding_rows,
+    ) = target
+    slot = HALF + 1 if FORMAT == "v32" else HALF
+    count = 0
+    item_phase = 0
+    token, first_block, num_blocks, length, extra_length = work_range(
+        gl.program_id(0),
+        num_splits,
+        pool,
+        extra_pool,
+        HEAD_BLOCKS,
+        IS_SPLIT,
+        HAS_LENGTH,
+        HAS_EXTRA,
+        HAS_EXTRA_LENGTH,
+    )
+    prefetch_first_blocks(
+        first_block,
+        num_blocks,
+        length,
+        extra_length,
+        token,
+        pool,
+        extra_pool,
+        HALF,
+        HAS_EXTRA,
+        FORMAT,
+        INLINE,
+        EXTRA_FORMAT,
+        EXTRA_INLINE,
+    )
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        token, _, num_blocks, _, _ = work_range(
+            item,
+            num_splits,
+            pool,
+            extra_pool,
+            HEAD_BLOCKS,
+            IS_SPLIT,
+            HAS_LENGTH,
+            HAS_EXTRA,
+            HAS_EXTRA_LENGTH,
+        )
+        first_head = head_start(item, num_splits, HEAD_BLOCKS, IS_SPLIT)
+        even = gl.zeros((BLOCK_H, 128), gl.float32, OUT)
+        odd = gl.zeros((BLOCK_H, 128), gl.float32, OUT)
+        for _ in range(num_blocks):
+            slot = skip_pieces(slot, 2, NUM_PIECES)
+            phase = count & 1
+            mbarrier.wait(p_ready, phase)
+            alpha = alpha_smem.load(ROW)
+            even = even * alpha[:, None]
+            odd = odd * alpha[:, None]
+            if DELAY_OUTPUT:
+                mbarrier.wait(p_go, phase)
+            fence_async_shared()
+            even = warpgroup_mma(p_smem, k_even.index(slot), even, is_async=True)
+            odd = warpgroup_mma(p_smem, k_odd.index(slot), odd, is_async=True)
+            even, odd = warpgroup_mma_wait(0, deps=[even, odd])
+            mbarrier.arrive(p_free, count=1)
+            mbarrier.arrive(k_free.index(slot), count=1)
+            count += 1
+        # The query of the next item; of 576 dimensions it takes three pieces.
+        slot = skip_pieces(slot, 3 if FORMAT == "v32" else 2, NUM_PIECES)
+        if IS_SPLIT:
+            state = ((item % num_splits) * num_tokens + token).to(gl.int64) * num_heads
+            _store_partial(
+                even, partial_out_ptr, state, first_head, num_heads, HALF * 256, FULL_TILES
+            )
+            _store_partial(
+                odd, partial_out_ptr, state, first_head, num_heads, HALF * 256 + 128, FULL_TILES
+            )
+        else:
+            if ROTATE_BACK and HALF == 1:
+                angles = table_row(table_rows, positions_ptr, stride_positions, token)
+            mbarrier.wait(factor_ready, item_phase)
+            factor = factor_smem.load(ROW)
+            mbarrier.arrive(factor_free, count=1)
+            item_phase ^= 1
+            dead = factor == 0.0
+            even = even * factor[:, None]
+            odd = odd * factor[:, None]
+            if HAS_SINK:
+                # A closed sink gives zeros whatever the accumulator holds.
+                even = gl.where(dead[:, None], 0.0, even)
+                odd = gl.where(dead[:, None], 0.0, odd)
+            row = token.to(gl.int64)
+            padding = gl.where(token == num_tokens - 1, padding_rows, 0)
+            store_block(
+                even,
+                data_ptr + row * stride_data_token,
+                stride_data_group,
+                sf_ptr,
+                stride_sf_token,
+                stride_sf_group,
+                stride_sf_word,
+                scale_ptr,
+                row,
+                padding,
+                first_head,
+                num_heads,
+                HALF * 256,
+                FULL_TILES,
+                KIND,
+                GROUP,
+                F,
+                CHUNK32,
+                AMAX_FLOOR,
+            )
+            if ROTATE_BACK and HALF == 1:
+                odd = rotate_back_last_64(odd, table_ptr, stride_table, angles, dead, HALF_PAIRING)
+            store_block(
+                odd,
+                data_ptr + row * stride_data_token,
+                stride_data_group,
+                sf_ptr,
+                stride_sf_token,
+                stride_sf_group,
+                stride_sf_word,
+                scale_ptr,
+                row,
+                padding,
+                first_head,
+                num_heads,
+                HALF * 256 + 128,
+                FULL_TILES,
+                KIND,
+                GROUP,
+                F,
+                CHUNK32,
+                AMAX_FLOOR,
+            )

@@ -1,0 +1,371 @@
+"""Records of the paged caches for the Hopper decode kernel: addresses, and codes to bfloat16.
+
+A record is a run of units of at most 32 words a row, which is also how it is staged. Codes become
+bfloat16 by moving their bits: an e4m3 code read as bfloat16 is 2**-120 of its value, an e2m1 code
+2**-126. The multiplier that applies the scale makes up for all but 2**-64 of that, because a
+larger one would not fit bfloat16 for every scale; the score scale and the end take care of 2**-64.
+Scale bytes (ue8m0) above 198 become infinite. The NaN code of e4m3 is not recognised: it reads 480.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy
+
+# Four threads a row, 64 bytes: whole sectors from global memory, and neither the copies nor the
+# decoded words, of two rows for each eight threads, meet in a bank.
+_LANES = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
+_WARPS = [[8, 0], [16, 0]]
+WORDS_32 = gl.constexpr(
+    gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 16], [32, 0]], _LANES, _WARPS, [], [64, 32])
+)
+WORDS_16 = gl.constexpr(
+    gl.DistributedLinearLayout([[0, 1], [0, 2], [32, 0]], _LANES, _WARPS, [], [64, 16])
+)
+STAGE_32 = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 2, [1, 0]))
+ROW = gl.constexpr(gl.SliceLayout(1, WORDS_32))
+_ROWS = [[1, 0], [2, 0], [4, 0]]
+_SCALES_2 = gl.constexpr(
+    gl.DistributedLinearLayout([[0, 1], [32, 0]], [[0, 0], [0, 0], *_ROWS], _WARPS, [], [64, 2])
+)
+_SCALES_4 = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [32, 0]], [[0, 0], [0, 0], *_ROWS], _WARPS, [], [64, 4]
+    )
+)
+_SCALES_8 = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [32, 0]], [[0, 0], [0, 0], *_ROWS], _WARPS, [], [64, 8]
+    )
+)
+SCALE_STAGE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+_STAGE_16 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+
+
+@gluon.constexpr_function
+def unit_count(FORMAT):
+    """Units of a record: four of codes, and one of unscaled dimensions."""
+    return 5 if FORMAT in ("v4", "v32") else 4
+
+
+@gluon.constexpr_function
+def _unit_words(FORMAT, UNIT):
+    """First word and number of words of a unit."""
+    if FORMAT == "v41_fp4":
+        return (16 * UNIT, 16)
+    if FORMAT == "v4" and UNIT >= 3:
+        return (96, 16) if UNIT == 3 else (112, 32)
+    if FORMAT == "v32" and UNIT == 4:
+        return (132, 32)
+    return (32 * UNIT, 32)
+
+
+@gluon.constexpr_function
+def scale_words(FORMAT):
+    """Words of scales of a record."""
+    return {"v41": 4, "v41_fp4": 8, "v4": 2, "v32": 4}[FORMAT]
+
+
+@gluon.constexpr_function
+def record_bytes(FORMAT, INLINE):
+    """Bytes of a record that stand together."""
+    if FORMAT == "v32":
+        return 656
+    if FORMAT == "v4":
+        return 576
+    if FORMAT == "v41":
+        return 528 if INLINE else 512
+    return 288 if INLINE else 256
+
+
+@gluon.jit
+def record_words(page_size, offset, FORMAT: gl.constexpr, INLINE: gl.constexpr):
+    """Words from the start of a page to a token's codes, and to its scales."""
+    if FORMAT == "v41":
+        data = offset * (132 if INLINE else 128)
+        scales = data + 128 if INLINE else page_size * 128 + offset * 4
+    elif FORMAT == "v41_fp4":
+        data = offset * (72 if INLINE else 64)
+        scales = data + 64 if INLINE else page_size * 64 + offset * 8
+    elif FORMAT == "v4":
+        data = offset * 144
+        scales = page_size * 144 + offset * 2
+    else:
+        gl.static_assert(FORMAT == "v32", "unknown record format")
+        data = offset * 164
+        scales = data + 128
+    return data, scales
+
+
+@gluon.jit
+def _e4m3_times_power(words, multiplier):
+    """Four codes a word, times two equal powers of two a word: two words of two bfloat16."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 t, u;
+        prmt.b32 t, $2, 0, 0x9180;
+        prmt.b32 u, $2, 0, 0xB3A2;
+        shl.b32 t, t, 4;
+        shl.b32 u, u, 4;
+        and.b32 t, t, 0x87f087f0;
+        and.b32 u, u, 0x87f087f0;
+        mul.rn.bf16x2 $0, t, $3;
+        mul.rn.bf16x2 $1, u, $3;
+        }""",
+        "=r,=r,r,r",
+        [words, multiplier],
+        dtype=(gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _e4m3_times_number(words, high, low):
+    """Four codes a word, times ``high + low``: rounded once, as a float32 product would be."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 t, u, v, w;
+        prmt.b32 t, $2, 0, 0x9180;
+        prmt.b32 u, $2, 0, 0xB3A2;
+        shl.b32 t, t, 4;
+        shl.b32 u, u, 4;
+        and.b32 t, t, 0x87f087f0;
+        and.b32 u, u, 0x87f087f0;
+        mul.rn.bf16x2 v, t, $4;
+        mul.rn.bf16x2 w, u, $4;
+        fma.rn.bf16x2 $0, t, $3, v;
+        fma.rn.bf16x2 $1, u, $3, w;
+        }""",
+        "=r,=r,r,r,r",
+        [words, high, low],
+        dtype=(gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _e2m1_times_number(words, multiplier):
+    """Eight codes a word, times two equal numbers a word: four words of two bfloat16."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 l, t, u;
+        shl.b32 l, $4, 4;
+        prmt.b32 t, l, $4, 0x4000;
+        shr.b32 u, t, 6;
+        and.b32 u, u, 0x01C001C0;
+        lop3.b32 t, t, 0x80008000, u, 0xEA;
+        mul.rn.bf16x2 $0, t, $5;
+        prmt.b32 t, l, $4, 0x5010;
+        shr.b32 u, t, 6;
+        and.b32 u, u, 0x01C001C0;
+        lop3.b32 t, t, 0x80008000, u, 0xEA;
+        mul.rn.bf16x2 $1, t, $5;
+        prmt.b32 t, l, $4, 0x6020;
+        shr.b32 u, t, 6;
+        and.b32 u, u, 0x01C001C0;
+        lop3.b32 t, t, 0x80008000, u, 0xEA;
+        mul.rn.bf16x2 $2, t, $5;
+        prmt.b32 t, l, $4, 0x7030;
+        shr.b32 u, t, 6;
+        and.b32 u, u, 0x01C001C0;
+        lop3.b32 t, t, 0x80008000, u, 0xEA;
+        mul.rn.bf16x2 $3, t, $5;
+        }""",
+        "=r,=r,=r,=r,r,r",
+        [words, multiplier],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _times_2_to_minus_64(words):
+    """Two bfloat16 a word."""
+    return gl.inline_asm_elementwise(
+        "mul.rn.bf16x2 $0, $1, $2;",
+        "=r,r,r",
+        [words, 0x1F801F80],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _power_of_ue8m0(codes):
+    """ue8m0 codes to 2**(code - 127 + 56), twice a word; codes above 198 to infinity."""
+    return (gl.minimum(codes & 0xFF, 199) + 56) * 0x00800080
+
+
+@gluon.jit
+def _number_of_e4m3(codes):
+    """e4m3 codes in the low byte to their value times 2**62, twice a word."""
+    value = gl.inline_asm_elementwise(
+        """{
+        .reg .b32 t;
+        prmt.b32 t, $1, 0, 0x8080;
+        shl.b32 t, t, 4;
+        and.b32 t, t, 0x87f087f0;
+        mul.rn.bf16x2 t, t, $2;
+        mul.rn.bf16x2 $0, t, $3;
+        }""",
+        "=r,r,r,r",
+        [codes, 0x7F007F00, 0x5B005B00],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+    return gl.where((codes & 0x7F) == 0x7F, 0x7FC07FC0, value)
+
+
+@gluon.jit
+def _halves_of_float32(bits):
+    """Bits of float32 to the value times 2**56 as a sum of two bfloat16, each twice a word."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .f32 s, h, l;
+        .reg .b32 t;
+        mul.f32 s, $2, 0f5B800000;
+        cvt.rn.bf16x2.f32 $0, s, s;
+        and.b32 t, $0, 0xffff0000;
+        mov.b32 h, t;
+        sub.f32 l, s, h;
+        cvt.rn.bf16x2.f32 $1, l, l;
+        }""",
+        "=r,=r,f",
+        [bits.to(gl.float32, bitcast=True)],
+        dtype=(gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def fetch_unit(stage, rows, valid, UNIT: gl.constexpr, FORMAT: gl.constexpr):
+    """Start copying one unit of 64 records; ``rows`` [64] point at them. Invalid ones: zeros."""
+    FIRST: gl.constexpr = _unit_words(FORMAT, UNIT)[0]
+    WIDTH: gl.constexpr = _unit_words(FORMAT, UNIT)[1]
+    LAYOUT: gl.constexpr = WORDS_32 if WIDTH == 32 else WORDS_16
+    ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    column = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    pointers = gl.convert_layout(rows, ROW, assert_trivial=True)[:, None] + column[None, :]
+    mask = gl.convert_layout(valid, ROW, assert_trivial=True)[:, None]
+    if WIDTH == 16:
+        stage = stage._reinterpret(gl.int32, [64, 16], _STAGE_16)
+    async_copy.async_copy_global_to_shared(stage, pointers, mask=mask)
+
+
+@gluon.jit
+def fp4_scale_stage(stage):
+    """Upper half of a stage as [64, 8] words: the units of "v41_fp4" leave it free."""
+    return stage._reinterpret(gl.int32, [4, 64, 8], SCALE_STAGE).index(2)
+
+
+@gluon.jit
+def fetch_scales(scale_stage, scale_rows, valid, FORMAT: gl.constexpr):
+    """Start copying the scales of 64 records; ``scale_rows`` [64] point at them.
+
+    ``scale_stage`` is [64, 4] words, [64, 8] for "v41_fp4".
+    """
+    WORDS: gl.constexpr = scale_words(FORMAT)
+    LAYOUT: gl.constexpr = _SCALES_8 if WORDS == 8 else _SCALES_4 if WORDS == 4 else _SCALES_2
+    ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    column = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
+    pointers = gl.convert_layout(scale_rows, ROW, assert_trivial=True)[:, None] + column[None, :]
+    mask = gl.convert_layout(valid, ROW, assert_trivial=True)[:, None]
+    if WORDS == 2:
+        scale_stage = scale_stage._reinterpret(gl.int32, [2, 64, 2], SCALE_STAGE).index(0)
+    async_copy.async_copy_global_to_shared(scale_stage, pointers, mask=mask)
+
+
+@gluon.jit
+def read_scales(scale_stage, FORMAT: gl.constexpr):
+    """Words of scales of 64 records, a tuple of [64]: every thread of a row has all of them."""
+    WORDS: gl.constexpr = scale_words(FORMAT)
+    LAYOUT: gl.constexpr = _SCALES_8 if WORDS == 8 else _SCALES_4 if WORDS == 4 else _SCALES_2
+    if WORDS == 2:
+        scale_stage = scale_stage._reinterpret(gl.int32, [2, 64, 2], SCALE_STAGE).index(0)
+    return _columns(scale_stage.load(LAYOUT), WORDS)
+
+
+@gluon.jit
+def _columns(x, COUNT: gl.constexpr):
+    """Columns of [64, COUNT] registers as a tuple of [64]."""
+    if COUNT == 1:
+        return (gl.convert_layout(gl.reshape(x, (64,)), ROW, assert_trivial=True),)
+    else:
+        halves = gl.permute(gl.reshape(x, (64, 2, COUNT // 2)), (0, 2, 1))
+        low, high = gl.split(halves)
+        return _columns(low, COUNT // 2) + _columns(high, COUNT // 2)
+
+
+@gluon.jit
+def _by_scale(words, GROUPS: gl.constexpr):
+    """View a unit as [64, GROUPS, words of a group]."""
+    return gl.reshape(words, (64, GROUPS, words.shape[1] // GROUPS))
+
+
+@gluon.jit
+def _group_codes(scales, by_group, FIRST_BYTE: gl.constexpr):
+    """Scale byte [64, GROUPS] of every group, in the low byte; from words [64] of four scales."""
+    GROUP: gl.constexpr = gl.SliceLayout(2, by_group.type.layout)
+    group = gl.arange(0, by_group.shape[1], gl.SliceLayout(0, GROUP))
+    words = gl.convert_layout(scales, gl.SliceLayout(1, GROUP), assert_trivial=True)
+    return words[:, None] >> ((FIRST_BYTE + group) % 4 * 8)[None, :]
+
+
+@gluon.jit
+def decode_unit(stage, scales, target_even, target_odd, UNIT: gl.constexpr, FORMAT: gl.constexpr):
+    """Turn a staged unit into bfloat16 and store it where its dimensions belong.
+
+    ``scales`` are those of the record, see ``read_scales``. The targets are int32 views [64, 64] of
+    the halves of a piece, that of the last unit of "v32" [64, 32].
+    """
+    WIDTH: gl.constexpr = _unit_words(FORMAT, UNIT)[1]
+    target = target_even if UNIT % 2 == 0 else target_odd
+    if WIDTH == 16:
+        words = stage._reinterpret(gl.int32, [64, 16], _STAGE_16).load(WORDS_16)
+    else:
+        words = stage.load(WORDS_32)
+    if FORMAT == "v41":
+        groups = _by_scale(words, 4)
+        power = _power_of_ue8m0(_group_codes(scales[UNIT], groups, 0))
+        low, high = _e4m3_times_power(groups, gl.expand_dims(power, 2))
+        target.store(gl.reshape(gl.join(low, high), (64, 64)))
+    elif FORMAT == "v41_fp4":
+        groups = _by_scale(words, 8)
+        # The eight scales of a unit stand in two words.
+        GROUP: gl.constexpr = gl.SliceLayout(2, groups.type.layout)
+        first = _group_codes(scales[2 * UNIT], groups, 0)
+        second = _group_codes(scales[2 * UNIT + 1], groups, 0)
+        is_first = gl.arange(0, 8, gl.SliceLayout(0, GROUP)) < 4
+        number = _number_of_e4m3(gl.where(is_first[None, :], first, second))
+        a, b, c, d = _e2m1_times_number(groups, gl.expand_dims(number, 2))
+        pairs = gl.join(gl.join(a, c), gl.join(b, d))
+        target.store(gl.reshape(pairs, (64, 64)))
+    elif FORMAT == "v4" and UNIT == 4:
+        target_odd.slice(32, 32, dim=1).store(_times_2_to_minus_64(words))
+    elif FORMAT == "v4":
+        groups = _by_scale(words, 1 if UNIT == 3 else 2)
+        codes = _group_codes(scales[UNIT // 2], groups, 2 * (UNIT % 2))
+        power = _power_of_ue8m0(codes)
+        low, high = _e4m3_times_power(groups, gl.expand_dims(power, 2))
+        pairs = gl.reshape(gl.join(low, high), (64, 2 * WIDTH))
+        if UNIT == 3:
+            target_odd.slice(0, 32, dim=1).store(pairs)
+        else:
+            target.store(pairs)
+    elif UNIT == 4:
+        target_even.store(_times_2_to_minus_64(words))
+    else:
+        groups = _by_scale(words, 1)
+        high_half, low_half = _halves_of_float32(scales[UNIT])
+        GROUP: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, groups.type.layout))
+        high_half = gl.convert_layout(high_half, GROUP, assert_trivial=True)[:, None]
+        low_half = gl.convert_layout(low_half, GROUP, assert_trivial=True)[:, None]
+        low, high = _e4m3_times_number(
+            groups, gl.expand_dims(high_half, 2), gl.expand_dims(low_half, 2)
+        )
+        target.store(gl.reshape(gl.join(low, high), (64, 64)))

@@ -1,0 +1,290 @@
+"""Score role of the Hopper decode kernel: query prologue, scores, softmax."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from mlacast.kernels.common.sm90_rotation import (
+    load_angles,
+    opaque,
+    rotate,
+    split_pairs,
+    sum_of_squares,
+    table_row,
+)
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
+    BLOCK_H,
+    KEY_UNIT,
+    LN_2,
+    head_start,
+    next_piece,
+    work_range,
+)
+
+
+@gluon.jit
+def _softmax(s, running_max, partial_sum, score_scale, PARTIAL: gl.constexpr):
+    """Fold one block of scores [64, 64] into the softmax state.
+
+    Returns:
+        weights [64, 64] bfloat16, the factor alpha [64] of everything before, the new maximum [64]
+        (base 2) and the new partial sums [64, 4], one per thread of a quad.
+    """
+    new_max = gl.maximum(running_max, gl.max(s, 1) * score_scale)
+    # -inf - -inf is NaN: shift by 0 while nothing valid has been seen.
+    shift = gl.where(new_max == -float("inf"), 0.0, new_max)
+    p = gl.exp2(s * score_scale[:, None] - shift[:, None])
+    alpha = gl.exp2(running_max - shift)
+    by_quad = gl.sum(gl.sum(gl.reshape(p, (64, 8, 4, 2)), 3), 1)
+    by_quad = gl.convert_layout(by_quad, PARTIAL, assert_trivial=True)
+    rescale = gl.convert_layout(alpha, gl.SliceLayout(1, PARTIAL))
+    return p.to(gl.bfloat16), alpha, new_max, partial_sum * rescale[:, None] + by_quad
+
+
+@gluon.jit
+def _publish_weights(p, alpha, p_smem, alpha_smem, p_ready, p_free, count):
+    """Hand weights and rescale factors of block ``count`` to the output roles."""
+    mbarrier.wait(p_free, (count & 1) ^ 1)
+    p_smem.store(p)
+    alpha_smem.store(alpha)
+    fence_async_shared()
+    mbarrier.arrive(p_ready, count=1)
+
+
+@gluon.jit
+def _any_masked(mask):
+    """Whether a block has keys that do not count; as one number, for a branch."""
+    # Every warp reads all 64 entries: no exchange between warps.
+    WARP: gl.constexpr = gl.DistributedLinearLayout(
+        [[1]], [[2], [4], [8], [16], [32]], [[0], [0]], [], [64]
+    )
+    # Opaque, so that the exchange happens here, while the scores are computed.
+    return opaque(gl.max(mask.load(WARP).to(gl.int32), 0))
+
+
+@gluon.jit
+def _apply_mask(s, mask, COLUMN: gl.constexpr):
+    """Scores [64, 64] with -inf for keys that do not count."""
+    return gl.where((mask.load(COLUMN) != 0)[None, :], -float("inf"), s)
+
+
+@gluon.jit
+def _start_scores(
+    query,
+    k_even,
+    k_odd,
+    slot,
+    phase,
+    k_ready,
+    tail,
+    NUM_PIECES: gl.constexpr,
+    HAS_TAIL: gl.constexpr,
+    S: gl.constexpr,
+):
+    """Issue q k^T, the right half of the keys as soon as it is there.
+
+    Returns:
+        scores [64, 64] float32, all outstanding, and slot and phase of the right half.
+    """
+    q_0, q_1, q_2, q_3_smem, q_4_smem, q_tail_smem = query
+    fence_async_shared()
+    s = gl.zeros((64, 64), gl.float32, S)
+    s = warpgroup_mma(q_0, k_even.index(slot).permute((1, 0)), s, use_acc=False, is_async=True)
+    s = warpgroup_mma(q_1, k_odd.index(slot).permute((1, 0)), s, is_async=True)
+    slot, phase = next_piece(slot, phase, NUM_PIECES)
+    mbarrier.wait(k_ready.index(slot), phase)
+    fence_async_shared()
+    even = k_even.index(slot).permute((1, 0))
+    s = warpgroup_mma(q_2, even.slice(0, 64, dim=0), s, is_async=True)
+    s = warpgroup_mma(q_3_smem, even.slice(64, 64, dim=0), s, is_async=True)
+    s = warpgroup_mma(q_4_smem, k_odd.index(slot).permute((1, 0)), s, is_async=True)
+    if HAS_TAIL:
+        s = warpgroup_mma(q_tail_smem, tail.permute((1, 0)), s, is_async=True)
+    return s, slot, phase
+
+
+@gluon.jit
+def score_role(
+    k_even,
+    k_odd,
+    tail_smem,
+    q_64_smem,
+    q_128_smem,
+    q_tail_smem,
+    p_smem,
+    alpha_smem,
+    mask_smem,
+    factor_smem,
+    k_ready,
+    k_free,
+    p_ready,
+    p_go,
+    p_free,
+    factor_ready,
+    factor_free,
+    pool,
+    extra_pool,
+    rope,
+    sink_ptr,
+    lse_ptr,
+    partial_max_ptr,
+    partial_sum_ptr,
+    num_tokens,
+    num_heads,
+    num_items,
+    num_splits,
+    eps,
+    score_scale_log2,
+    HEAD_BLOCKS: gl.constexpr,
+    FULL_TILES: gl.constexpr,
+    IS_SPLIT: gl.constexpr,
+    HAS_NORM: gl.constexpr,
+    HAS_ROPE: gl.constexpr,
+    HALF_PAIRING: gl.constexpr,
+    HAS_SINK: gl.constexpr,
+    HAS_LENGTH: gl.constexpr,
+    HAS_EXTRA: gl.constexpr,
+    HAS_EXTRA_LENGTH: gl.constexpr,
+    HAS_TAIL: gl.constexpr,
+    NUM_PIECES: gl.constexpr,
+    DELAY_OUTPUT: gl.constexpr,
+):
+    """Scores and softmax of every work item; lse or the split's state to global memory.
+
+    Consumes ``k_ready``; frees the query's pieces (``k_free``) itself. Produces per block
+    ``p_ready`` (weights stored) and ``p_go`` (they may be multiplied), per item ``factor_ready``.
+    """
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    Q: gl.constexpr = gl.DotOperandLayout(0, S, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, S)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, S)
+    PARTIAL: gl.constexpr = gl.DistributedLinearLayout(
+        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
+    )
+    table_ptr, stride_table, table_rows, positions_ptr, stride_positions = rope
+    row = gl.arange(0, BLOCK_H, ROW)
+    slot = 0
+    phase = 0
+    count = 0
+    item_phase = 0
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        token, _, num_blocks, _, _ = work_range(
+            item,
+            num_splits,
+            pool,
+            extra_pool,
+            HEAD_BLOCKS,
+            IS_SPLIT,
+            HAS_LENGTH,
+            HAS_EXTRA,
+            HAS_EXTRA_LENGTH,
+        )
+        if HAS_ROPE:
+            pairs, _ = split_pairs(gl.zeros((BLOCK_H, 64), gl.bfloat16, Q), HALF_PAIRING)
+            angles = table_row(table_rows, positions_ptr, stride_positions, token)
+            cos, sin = load_angles(table_ptr, stride_table, angles, pairs)
+        right, right_phase = next_piece(slot, phase, NUM_PIECES)
+        mbarrier.wait(k_ready.index(slot), phase)
+        mbarrier.wait(k_ready.index(right), right_phase)
+        last = k_odd.index(right)
+        q_part = last.slice(0, 64, dim=1).load(Q)
+        q_rope = last.slice(64, 64, dim=1).load(Q)
+        if HAS_NORM:
+            squares = sum_of_squares(q_part, ROW) + sum_of_squares(q_rope, ROW)
+        q_128_smem.slice(0, 64, dim=1).store(q_part)
+        if HAS_TAIL:
+            q_128_smem.slice(64, 64, dim=1).store(q_rope)
+            third, third_phase = next_piece(right, right_phase, NUM_PIECES)
+            mbarrier.wait(k_ready.index(third), third_phase)
+            q_rope = k_even.index(third).slice(0, 64, dim=1).load(Q)
+            mbarrier.arrive(k_free.index(third), count=1)
+        if HAS_ROPE:
+            q_rope = gl.convert_layout(rotate(q_rope, cos, sin, HALF_PAIRING), Q)
+        if HAS_TAIL:
+            q_tail_smem.store(q_rope)
+        else:
+            q_128_smem.slice(64, 64, dim=1).store(q_rope)
+        q_part = k_even.index(right).slice(64, 64, dim=1).load(Q)
+        if HAS_NORM:
+            squares += sum_of_squares(q_part, ROW)
+        q_64_smem.store(q_part)
+        query = (
+            k_even.index(slot).load(Q),
+            k_odd.index(slot).load(Q),
+            k_even.index(right).slice(0, 64, dim=1).load(Q),
+            q_64_smem,
+            q_128_smem,
+            q_tail_smem,
+        )
+        mbarrier.arrive(k_free.index(slot), count=1)
+        mbarrier.arrive(k_free.index(right), count=1)
+        if HAS_TAIL:
+            right, right_phase = third, third_phase
+        slot, phase = next_piece(right, right_phase, NUM_PIECES)
+        score_scale = gl.full((BLOCK_H,), 0.0, gl.float32, ROW) + score_scale_log2 * KEY_UNIT
+        if HAS_NORM:
+            # The norm is one factor per head, so it joins the score scale.
+            squares += sum_of_squares(query[0], ROW) + sum_of_squares(query[1], ROW)
+            squares += sum_of_squares(query[2], ROW)
+            score_scale *= gl.rsqrt(squares * (1.0 / 512.0) + eps)
+        running_max = gl.full((BLOCK_H,), -float("inf"), gl.float32, ROW)
+        partial_sum = gl.full((BLOCK_H, 4), 0.0, gl.float32, PARTIAL)
+        for i in range(num_blocks):
+            mbarrier.wait(k_ready.index(slot), phase)
+            s, slot, phase = _start_scores(
+                query,
+                k_even,
+                k_odd,
+                slot,
+                phase,
+                k_ready,
+                tail_smem.index(count & 1) if HAS_TAIL else tail_smem,
+                NUM_PIECES,
+                HAS_TAIL,
+                S,
+            )
+            mask = mask_smem.index(count & 3)
+            masked = _any_masked(mask)
+            if DELAY_OUTPUT:
+                s = warpgroup_mma_wait(1, deps=[s])
+                if i > 0:
+                    mbarrier.arrive(p_go, count=1)
+            s = warpgroup_mma_wait(0, deps=[s])
+            slot, phase = next_piece(slot, phase, NUM_PIECES)
+            if masked != 0:
+                s = _apply_mask(s, mask, COLUMN)
+            p, alpha, running_max, partial_sum = _softmax(
+                s, running_max, partial_sum, score_scale, PARTIAL
+            )
+            _publish_weights(p, alpha, p_smem, alpha_smem, p_ready, p_free, count)
+            count += 1
+        if DELAY_OUTPUT:
+            mbarrier.arrive(p_go, count=1)
+
+        total = gl.convert_layout(gl.sum(partial_sum, 1), ROW)
+        head = head_start(item, num_splits, HEAD_BLOCKS, IS_SPLIT) + opaque(row)
+        if IS_SPLIT:
+            state = ((item % num_splits) * num_tokens + token).to(gl.int64) * num_heads + head
+            gl.store(partial_max_ptr + state, running_max, mask=head < num_heads)
+            gl.store(partial_sum_ptr + state, total, mask=head < num_heads)
+        else:
+            empty = total == 0.0
+            divisor = gl.where(empty, 1.0, total)
+            lse = gl.where(empty, -float("inf"), (running_max + gl.log2(divisor)) * LN_2)
+            factor = gl.where(empty, 0.0, KEY_UNIT / divisor)
+            if HAS_SINK:
+                sink = gl.load(sink_ptr + head, mask=head < num_heads, other=-float("inf"))
+                # An empty row keeps the factor 0: -inf - (-inf) would be NaN.
+                shifted = gl.where(empty, 0.0, sink - lse)
+                factor = gl.where(sink == float("inf"), 0.0, factor / (1.0 + gl.exp(shifted)))
+            mbarrier.wait(factor_free, item_phase ^ 1)
+            factor_smem.store(factor)
+            mbarrier.arrive(factor_ready, count=1)
+            item_phase ^= 1
+            target = token.to(gl.int64) * num_heads + head
+            gl.store(lse_ptr + target, lse, mask=head < num_heads)

@@ -1,0 +1,85 @@
+"""What the roles of the Hopper decode kernel agree on: ring of pieces, work items, key blocks.
+
+A work item is one split of 64 heads of one token. Programs are persistent and take items at a
+stride of the grid. The ring holds pieces [64, 256] of bfloat16: a query or a block of 64 keys is
+two of them, left and right dimensions. Each piece is freed by the one output role that reads it.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+BLOCK_H = gl.constexpr(64)
+BLOCK_N = gl.constexpr(64)
+LOG2_E = gl.constexpr(1.4426950408889634)
+LN_2 = gl.constexpr(0.6931471805599453)
+# Keys stand in shared memory as 2**-64 of their value: see ``sparse_mla_decode_records``.
+KEY_UNIT = gl.constexpr(18446744073709551616.0)
+
+
+@gluon.jit
+def next_piece(slot, phase, NUM_PIECES: gl.constexpr):
+    """Slot and phase of the piece after ``slot``; the phase flips when the ring wraps."""
+    wraps = slot == NUM_PIECES - 1
+    return gl.where(wraps, 0, slot + 1), gl.where(wraps, phase ^ 1, phase)
+
+
+@gluon.jit
+def skip_pieces(slot, count: gl.constexpr, NUM_PIECES: gl.constexpr):
+    """Slot ``count`` pieces further, for roles that need no phase."""
+    slot += count
+    return gl.where(slot >= NUM_PIECES, slot - NUM_PIECES, slot)
+
+
+@gluon.jit
+def _pool_length(pool, token, HAS_LENGTH: gl.constexpr):
+    """Entries of the token's index row of one pool that count."""
+    _, _, _, _, _, _, topk, length_ptr, stride_length = pool
+    length = topk
+    if HAS_LENGTH:
+        length = gl.load(length_ptr + token.to(gl.int64) * stride_length)
+        length = gl.minimum(gl.maximum(length, 0), topk)
+    return length
+
+
+@gluon.jit
+def work_range(
+    item,
+    num_splits,
+    pool,
+    extra_pool,
+    HEAD_BLOCKS: gl.constexpr,
+    IS_SPLIT: gl.constexpr,
+    HAS_LENGTH: gl.constexpr,
+    HAS_EXTRA: gl.constexpr,
+    HAS_EXTRA_LENGTH: gl.constexpr,
+):
+    """Blocks of keys of a work item, in the main list followed by the extra list.
+
+    Returns:
+        token, first block, number of blocks (at least 1: an item without keys takes one block with
+        every key masked), lengths of the main and of the extra list.
+    """
+    token = item // HEAD_BLOCKS
+    if IS_SPLIT:
+        token = item // num_splits // HEAD_BLOCKS
+    length = _pool_length(pool, token, HAS_LENGTH)
+    total = (length + BLOCK_N - 1) // BLOCK_N
+    extra_length = 0
+    if HAS_EXTRA:
+        extra_length = _pool_length(extra_pool, token, HAS_EXTRA_LENGTH)
+        total += (extra_length + BLOCK_N - 1) // BLOCK_N
+    first = 0
+    count = total
+    if IS_SPLIT:
+        per_split = (total + num_splits - 1) // num_splits
+        first = gl.minimum((item % num_splits) * per_split, total)
+        count = gl.minimum(per_split, total - first)
+    return token, first, gl.maximum(count, 1), length, extra_length
+
+
+@gluon.jit
+def head_start(item, num_splits, HEAD_BLOCKS: gl.constexpr, IS_SPLIT: gl.constexpr):
+    """First head of a work item."""
+    if IS_SPLIT:
+        item = item // num_splits
+    return (item % HEAD_BLOCKS) * BLOCK_H
