@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mlacast.call_log import exported as _exported
 from mlacast.ops import _schemas as _schemas
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from mlacast.ops.kv_cache_gather import kv_cache_gather
     from mlacast.ops.merge_attention_states import merge_attention_states
     from mlacast.ops.quantize_output import quantize_output
+    from mlacast.ops.rope_quantize_fp8 import rope_quantize_fp8
     from mlacast.ops.schedule import SparseDecodeSchedule, plan_sparse_decode, workspace_size
     from mlacast.ops.sparse_mla_decode import sparse_mla_decode
     from mlacast.ops.sparse_mla_prefill import sparse_mla_prefill
@@ -51,6 +53,7 @@ _EXPORTS = {
     "merge_attention_states": "mlacast.ops.merge_attention_states",
     "plan_sparse_decode": "mlacast.ops.schedule",
     "quantize_output": "mlacast.ops.quantize_output",
+    "rope_quantize_fp8": "mlacast.ops.rope_quantize_fp8",
     "sparse_mla_decode": "mlacast.ops.sparse_mla_decode",
     "sparse_mla_prefill": "mlacast.ops.sparse_mla_prefill",
     "workspace_size": "mlacast.ops.schedule",
@@ -79,6 +82,7 @@ __all__ = [
     "merge_attention_states",
     "plan_sparse_decode",
     "quantize_output",
+    "rope_quantize_fp8",
     "sparse_mla_decode",
     "sparse_mla_prefill",
     "workspace_size",
@@ -88,7 +92,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import a public name on first use."""
     if name in _EXPORTS:
-        value = getattr(importlib.import_module(_EXPORTS[name]), name)
+        value = _exported(getattr(importlib.import_module(_EXPORTS[name]), name), f"mlacast.{name}")
         globals()[name] = value
         return value
     if name in _SUBPACKAGES:

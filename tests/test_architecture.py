@@ -21,23 +21,28 @@ ALLOWED: dict[str, frozenset[str]] = {
     "formats": frozenset({"errors"}),
     "layouts": frozenset({"errors", "formats"}),
     "descriptors": frozenset({"errors", "formats", "layouts"}),
+    "call_log": LEAVES,
     "reference": LEAVES,
     "kernels": LEAVES,
     "dispatch": LEAVES,
     "ops": LEAVES | {"dispatch"},
-    "compat": LEAVES | {"ops", "api"},
+    "compat": LEAVES | {"ops", "api", "call_log"},
     "integrations": LEAVES | {"ops", "api"},
     "distributed": LEAVES | {"ops", "api"},
     "layers": LEAVES | {"ops", "api"},
     "testing": LEAVES | {"reference"},
     "bench": LEAVES | {"reference", "api"},
-    "cli": LEAVES | {"api", "testing", "integrations", "bench"},
+    "cli": LEAVES | {"api", "testing", "integrations", "bench", "call_log"},
     "__main__": frozenset({"cli"}),
     # The package's own __init__ re-exports everything on first use; it registers schemas at once.
-    "__init__": LEAVES | {"ops"},
+    "__init__": LEAVES | {"ops", "call_log"},
 }
 # What functions may import on first use beyond the above.
-LAZY: dict[str, frozenset[str]] = {"ops": frozenset({"reference"})}
+LAZY: dict[str, frozenset[str]] = {
+    "ops": frozenset({"reference"}),
+    # A record names the version of mlacast, whose import is what reads the settings.
+    "call_log": frozenset({"api"}),
+}
 
 OPTIONAL: dict[str, frozenset[str]] = {
     # The benchmark brings the separate kernels that it compares with.

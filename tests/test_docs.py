@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import mlacast
 
@@ -140,7 +141,7 @@ def written_signatures(document: Path) -> list[tuple[str, str, str]]:
 
 def written_parameters(parameters: str) -> list[tuple[str, str, str]]:
     """Name, kind and default of each parameter of a written signature."""
-    namespace: dict[str, Any] = {}
+    namespace: dict[str, Any] = {"torch": torch}
     exec(f"def f({parameters}): pass", namespace)
     return comparable(inspect.signature(namespace["f"]))
 
@@ -213,7 +214,7 @@ def test_commands_of_the_readme_exist() -> None:
     from mlacast.cli.app import app
 
     callbacks = [command.callback for command in app.registered_commands]
-    known = {callback.__name__ for callback in callbacks if callback is not None}
+    known = {callback.__name__.replace("_", "-") for callback in callbacks if callback is not None}
     named = _commands("mlacast")
     assert named == known
 
@@ -229,13 +230,15 @@ PublicFunction = Callable[..., Any]
 
 def public_functions() -> dict[str, PublicFunction]:
     """Every public function of the package, by the name a user writes."""
-    from mlacast.compat import flash_mla
+    from mlacast.compat import flash_mla, flashinfer, mate
     from mlacast.compat.flash_mla import fused_norm_rope_attn_rope_cast as fused
     from mlacast.integrations import transformers as integration
 
     modules: list[tuple[str, Any]] = [
         ("mlacast", mlacast),
         ("flash_mla", flash_mla),
+        ("flashinfer", flashinfer),
+        ("mate", mate),
         ("fused_norm_rope_attn_rope_cast", fused),
         ("integrations.transformers", integration),
     ]

@@ -50,10 +50,10 @@ def test_extras() -> None:
     assert {"triton", "transformers", "cli", "test", "dev"} <= set(extras)
 
 
-def test_torch_is_the_only_hard_dependency() -> None:
+def test_hard_dependencies_are_torch_and_what_writes_dumps() -> None:
     required = metadata.requires("mlacast") or []
     hard = [line for line in required if "extra ==" not in line]
-    assert [re.split(r"[^\w-]", line)[0] for line in hard] == ["torch"]
+    assert [re.split(r"[^\w-]", line)[0] for line in hard] == ["torch", "safetensors"]
 
 
 def test_console_script_points_at_the_command_line() -> None:

@@ -248,7 +248,11 @@ class KvFormat:
     def _encode(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         if self.record is not None:
             return encode_kv_record(latent, self.record)
-        data = latent.to(torch.bfloat16).contiguous().view(torch.uint8)
+        data = latent.to(torch.bfloat16)
+        if latent.dtype != torch.bfloat16:
+            # Which NaN a conversion gives depends on the device and on strides.
+            data = data.masked_fill(latent.isnan(), float("nan"))
+        data = data.contiguous().view(torch.uint8)
         return data, data.new_empty((data.shape[0], 0))
 
     def _decode(self, data: Tensor, scale: Tensor) -> Tensor:

@@ -22,6 +22,11 @@ FP8_GROUP_LAYOUTS = ("row_major", "mn_major")
 MXFP8_ORDERS = ("head", "chunk32")
 
 
+# Scales that were given as numbers, on the devices that needed them.
+MAX_NUMBERS = 256
+_NUMBERS: dict[tuple[float, torch.device], Tensor] = {}
+
+
 def _check_scale(op: str, argument: str, scale: object) -> None:
     """Accept a positive finite number or a 1-element float32 tensor, whose value is not read."""
     check_type(op, argument, scale, (int, float, Tensor), "a number or a torch.Tensor")
@@ -34,15 +39,39 @@ def _check_scale(op: str, argument: str, scale: object) -> None:
         fail(op, argument, "be positive and finite in float32", scale)
 
 
+def _number_on(number: float, device: torch.device) -> Tensor:
+    """Return a number as a [1] float32 tensor that is shared and not to be written.
+
+    Filling a new one is a launch; so it is kept, unless a mode (of fake tensors, say) is active, or
+    it belongs to a graph that is being captured.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return torch.full((1,), number, dtype=torch.float32, device=device)
+    known = _NUMBERS.get((number, device))
+    if known is not None:
+        return known
+    # Later calls outside of inference mode take it too.
+    with torch.inference_mode(False):
+        tensor = torch.full((1,), number, dtype=torch.float32, device=device)
+    if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            return tensor
+        # Another stream may be the next to read it.
+        torch.cuda.current_stream(device).synchronize()
+    if len(_NUMBERS) < MAX_NUMBERS:
+        _NUMBERS[number, device] = tensor
+    return tensor
+
+
 def _scale_on(op: str, argument: str, scale: float | Tensor, device: torch.device | str) -> Tensor:
     """Return the scale as a [1] float32 tensor on ``device`` without any copy between devices."""
     wanted = torch.device(device)
     if not isinstance(scale, Tensor):
-        return torch.full((1,), float(scale), dtype=torch.float32, device=wanted)
+        return _number_on(float(scale), wanted)
     same_index = wanted.index is None or scale.device.index == wanted.index
     if scale.device.type != wanted.type or not same_index:
         fail(op, argument, f"be on {wanted} like the other arguments", scale.device)
-    return scale.reshape(1)
+    return scale if scale.dim() == 1 else scale.reshape(1)
 
 
 class OutFormat:

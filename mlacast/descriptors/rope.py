@@ -25,9 +25,11 @@ class Rope:
         cos_sin_cache: [max_pos, 64] float32, 32 cosines then 32 sines a row; rows may be strided.
         positions: [s_q] int32 or int64, row of the table for each query token.
         pairing: ``"interleaved"`` rotates dimensions (2i, 2i+1), ``"half"`` rotates (i, i+32).
+        rotate_query: False for a query that comes rotated: only the output is rotated back.
+            ``sparse_mla_decode`` with d_qk = 512 takes it.
 
     Raises:
-        TypeError: A table or positions that is no tensor.
+        TypeError: A table or positions that is no tensor, or a switch that is no bool.
         ValueError: Unknown pairing. Shapes, dtypes and devices are checked by the operation,
             through `check`.
     """
@@ -35,11 +37,13 @@ class Rope:
     cos_sin_cache: Tensor
     positions: Tensor
     pairing: str = "interleaved"
+    rotate_query: bool = True
 
     def __post_init__(self) -> None:
         check_type("Rope", "cos_sin_cache", self.cos_sin_cache, Tensor, "a torch.Tensor")
         check_type("Rope", "positions", self.positions, Tensor, "a torch.Tensor")
         check_choice("Rope", "pairing", self.pairing, ROPE_PAIRINGS)
+        check_type("Rope", "rotate_query", self.rotate_query, bool, "a bool")
 
     def check(self, op: str, sizes: dict[str, Any], device: torch.device | None = None) -> None:
         """Raise ValueError unless table and positions fit a call of ``op``.

@@ -18,6 +18,10 @@ QUERY_FEATURES = frozenset(
     }
 )
 
+# What only a decode has: a query and values in per-tensor FP8, scales on the device, a query that
+# comes rotated.
+DECODE_FEATURES = frozenset({"q:fp8", "scale:value", "scale:device", "rope:output_only"})
+
 # What a call's strides and numbers ask for beyond the ordinary.
 LAYOUT_FEATURES = frozenset({"rows:unaligned", "groups:partial_heads", "sm_scale:not_positive"})
 
@@ -34,3 +38,6 @@ OUT_FEATURES = frozenset(
 KV_FEATURES = frozenset(
     f"{pool}:{kv_format.name}" for pool in ("kv", "extra_kv") for kv_format in ALL_KV_FORMATS
 )
+
+ROPE_FEATURES = frozenset({"rope:interleaved", "rope:half"})
+FP8_FEATURES = frozenset({"out:float8_e4m3fn", "out:float8_e5m2"})

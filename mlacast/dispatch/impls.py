@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mlacast.dispatch.features import KV_FEATURES, LAYOUT_FEATURES, OUT_FEATURES, QUERY_FEATURES
+from mlacast.dispatch.features import (
+    DECODE_FEATURES,
+    FP8_FEATURES,
+    KV_FEATURES,
+    LAYOUT_FEATURES,
+    OUT_FEATURES,
+    QUERY_FEATURES,
+    ROPE_FEATURES,
+)
 
 BACKENDS = ("reference", "triton", "hopper")
 
@@ -46,8 +54,10 @@ OPS = (
     "sparse_mla_prefill",
     "sparse_mla_decode",
     "dense_mla_decode",
+    "decode_metadata",
     "merge_attention_states",
     "quantize_output",
+    "rope_quantize_fp8",
     "kv_cache_append",
     "kv_cache_gather",
     "grouped_out_project",
@@ -66,13 +76,9 @@ _HOPPER_PREFILL = frozenset(
         "rope:half",
         "attn_sink",
         "out:bf16",
-        "out:fp8_tensor",
         "out:mxfp8:head",
         "out:mxfp8:chunk32",
         "out:fp8_group:128:float32:mn_major",
-        "out:fp8_group:128:ue8m0_packed:mn_major",
-        "out:fp8_group:64:float32_pow2:row_major",
-        "out:fp8_group:32:float32:row_major",
     }
 )
 
@@ -101,9 +107,53 @@ _PORTABLE = (
         "triton",
         "mlacast.kernels.triton.sparse_mla_decode:launch_sparse_mla_decode",
         PORTABLE_ARCHS,
-        QUERY_FEATURES | OUT_FEATURES | KV_FEATURES,
+        QUERY_FEATURES | DECODE_FEATURES | OUT_FEATURES | KV_FEATURES,
+        ("triton",),
+    ),
+    Impl(
+        "dense_mla_decode",
+        "triton",
+        "mlacast.kernels.triton.dense_mla_decode:launch_dense_mla_decode",
+        PORTABLE_ARCHS,
+        QUERY_FEATURES | DECODE_FEATURES | OUT_FEATURES | KV_FEATURES,
+        ("triton",),
+    ),
+    Impl(
+        "decode_metadata",
+        "triton",
+        "mlacast.kernels.triton.decode_metadata:launch_decode_metadata",
+        PORTABLE_ARCHS,
+        frozenset(),
         ("triton",),
     ),
 )
 
-IMPLS: tuple[Impl, ...] = _HOPPER + _PORTABLE + _REFERENCE
+# Rotations and casts to bytes, and the caches that such bytes are kept in.
+_PORTABLE_BYTES = (
+    Impl(
+        "rope_quantize_fp8",
+        "triton",
+        "mlacast.kernels.triton.rope_quantize_fp8:launch_rope_quantize_fp8",
+        PORTABLE_ARCHS,
+        ROPE_FEATURES | FP8_FEATURES,
+        ("triton",),
+    ),
+    Impl(
+        "kv_cache_append",
+        "triton",
+        "mlacast.kernels.triton.kv_cache_append:launch_kv_cache_append",
+        PORTABLE_ARCHS,
+        KV_FEATURES | ROPE_FEATURES | {"kv_norm"},
+        ("triton",),
+    ),
+    Impl(
+        "kv_cache_gather",
+        "triton",
+        "mlacast.kernels.triton.kv_cache_gather:launch_kv_cache_gather",
+        PORTABLE_ARCHS,
+        KV_FEATURES,
+        ("triton",),
+    ),
+)
+
+IMPLS: tuple[Impl, ...] = _HOPPER + _PORTABLE + _PORTABLE_BYTES + _REFERENCE

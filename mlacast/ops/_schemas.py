@@ -13,6 +13,7 @@ one), with ``row_start`` and ``total_tokens`` placing the range.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -34,20 +35,34 @@ SCHEMAS: dict[str, str] = {
         "Tensor? extra_k_cache, Tensor? extra_indices, Tensor? extra_topk_length, "
         "str? extra_kv_format, Tensor? attn_sink, float? q_norm_eps, Tensor? cos_sin_cache, "
         "Tensor? positions, str pairing, str q_order, SymInt? num_splits, bool batch_invariant, "
-        f"Tensor(d!)? workspace, {_OUT}) -> ()"
+        "Tensor(d!)? workspace, float v_scale, Tensor? sm_scale_tensor, Tensor? v_scale_tensor, "
+        f"bool rotate_query, {_OUT}) -> ()"
     ),
     "dense_mla_decode": (
         "(Tensor q, Tensor k_cache, Tensor page_table, Tensor seq_lens, Tensor(a!) out_data, "
         "Tensor(b!)? out_sf, Tensor(c!) lse, str kv_format, float sm_scale, bool causal, "
-        f"Tensor? attn_sink, {_OUT}) -> ()"
+        "Tensor? attn_sink, float v_scale, Tensor? sm_scale_tensor, Tensor? v_scale_tensor, "
+        f"{_OUT}) -> ()"
+    ),
+    "decode_metadata": (
+        "(Tensor lengths, Tensor(a!) parts, Tensor(b!) num_splits, SymInt? topk, SymInt overhead, "
+        "str backend) -> ()"
     ),
     "merge_attention_states": (
         "(Tensor[] outs, Tensor[] lses, Tensor(a!) out_data, Tensor(b!)? out_sf, Tensor(c!) lse, "
         f"str lse_layout, {_OUT}) -> ()"
     ),
     "quantize_output": f"(Tensor x, Tensor(a!) out_data, Tensor(b!)? out_sf, {_OUT}) -> ()",
+    "rope_quantize_fp8": (
+        "(Tensor q_rope, Tensor k_rope, Tensor q_nope, Tensor k_nope, Tensor? v, "
+        "Tensor cos_sin_cache, Tensor positions, Tensor(a!) q_rope_out, Tensor(b!) k_rope_out, "
+        "Tensor(c!) q_nope_out, Tensor(d!) k_nope_out, Tensor(e!)? v_out, Tensor[]? page_table, "
+        "str pairing, float q_scale, float kv_scale, str backend) -> ()"
+    ),
     "kv_cache_append": (
-        "(Tensor latent, Tensor slots, Tensor(a!) cache, str kv_format, str backend) -> ()"
+        "(Tensor latent, Tensor slots, Tensor(a!) cache, str kv_format, Tensor? norm_weight, "
+        "float? norm_eps, Tensor? cos_sin_cache, Tensor? positions, str pairing, str backend) "
+        "-> ()"
     ),
     "kv_cache_gather": (
         "(Tensor cache, Tensor slots, str kv_format, SymInt d_qk, str backend) -> Tensor"
@@ -90,14 +105,26 @@ _FAKES: dict[str, Callable[..., Any]] = {
 
 
 def _eager_body(op: str) -> Callable[..., Any]:
-    """The body of ``op``, imported on first use so that registering costs nothing."""
+    """The kernel of ``op``, imported on first use so that registering costs nothing."""
 
-    def body(*args: Any, **kwargs: Any) -> Any:
-        # Forward only: without this, some outputs would carry a graph and others not.
-        with torch.no_grad():
-            return importlib.import_module(f"mlacast.ops.{op}").run(*args, **kwargs)
+    def body(*arguments: Any) -> Any:
+        return _run_operator()(op, _body(op), arguments)
 
     return body
+
+
+@functools.cache
+def _run_operator() -> Callable[..., Any]:
+    run_operator: Callable[..., Any] = importlib.import_module(
+        "mlacast.ops.known_calls"
+    ).run_operator
+    return run_operator
+
+
+@functools.cache
+def _body(op: str) -> Callable[..., Any]:
+    run: Callable[..., Any] = importlib.import_module(f"mlacast.ops.{op}").run
+    return run
 
 
 # The library object owns the registrations: it lives as long as the module does.
@@ -108,6 +135,8 @@ def _register() -> None:
     for op, schema in SCHEMAS.items():
         _LIBRARY.define(op + schema, tags=(torch.Tag.needs_exact_strides,))
         _LIBRARY.impl(op, _eager_body(op), "CompositeExplicitAutograd")
+        # Forward only; the key's default kernel would look at every argument to find that out.
+        _LIBRARY.impl(op, torch.library.fallthrough_kernel, "Autograd")
         torch.library.register_fake(f"mlacast::{op}", _FAKES.get(op, _fake_nothing), lib=_LIBRARY)
 
 

@@ -15,6 +15,7 @@ from mlacast.descriptors.out_format import Bf16, OutFormat
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.descriptors.rope import Rope
 from mlacast.dispatch.arch import arch_of
+from mlacast.dispatch.drop_ins import DROP_INS
 from mlacast.dispatch.impls import BACKENDS, IMPLS, OPS
 from mlacast.dispatch.select import Verdict, judge, requested_backend
 from mlacast.errors import check_choice, fail
@@ -33,6 +34,7 @@ class Explanation:
         backend: Backend that runs the call, or None if none does.
         features: What the call needs; empty when only the operation was named.
         verdicts: Every backend, candidates first in order of preference, with what it lacks.
+        not_built: For a drop-in function, what of it raises here.
     """
 
     op: str
@@ -41,6 +43,7 @@ class Explanation:
     backend: str | None
     features: tuple[str, ...]
     verdicts: tuple[Verdict, ...]
+    not_built: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Several short lines of text."""
@@ -52,6 +55,7 @@ class Explanation:
             lines.append(f"  needs: {', '.join(self.features)}")
         for verdict in self.verdicts:
             lines.append(f"  {verdict.backend}: {verdict.reason or 'covers the call'}")
+        lines.extend(f"  not built: {missing}" for missing in self.not_built)
         return "\n".join(lines)
 
 
@@ -78,6 +82,7 @@ def _feature_arguments(bound: Mapping[str, Any], wanted: Mapping[str, Any]) -> d
     rope = bound.get("rope")
     translated: dict[str, Any] = {
         "rope_pairing": rope.pairing if isinstance(rope, Rope) else None,
+        "rotates_query": rope.rotate_query if isinstance(rope, Rope) else True,
         "out_format": _out_format_of(bound),
         "format": _out_format_of(bound),
         "group_features": _group_features_of(bound),
@@ -105,7 +110,8 @@ def explain(
     """Say which backend a call gets and why, without running it.
 
     Args:
-        op: Name of a public operation, such as "sparse_mla_decode".
+        op: Name of a public operation, such as "sparse_mla_decode"; or of a decode function of
+            ``mlacast.compat.mate`` or ``flashinfer``, whose operation is then explained.
         *args: Positional arguments of that operation. None at all: the candidates for the device
             are listed.
         device: Where the call would run; None means the device of its tensors, else the CPU.
@@ -118,7 +124,10 @@ def explain(
         ValueError: ``op`` or ``backend`` is unknown.
         TypeError: The arguments do not fit the operation's signature.
     """
-    check_choice("explain", "op", op, OPS)
+    check_choice("explain", "op", op, (*OPS, *DROP_INS))
+    not_built: tuple[str, ...] = ()
+    if op in DROP_INS:
+        op, not_built = DROP_INS[op].op, DROP_INS[op].not_built
     module = importlib.import_module(f"mlacast.ops.{op}")
     backend = kwargs.get("backend")
     check_backend("explain", backend)
@@ -145,4 +154,5 @@ def explain(
     chosen = next(
         (v.backend for v in verdicts if v.covers and requested in (None, v.backend)), None
     )
-    return Explanation(op, arch, requested, chosen, tuple(sorted(features)), verdicts)
+    needs = tuple(sorted(features))
+    return Explanation(op, arch, requested, chosen, needs, verdicts, not_built)

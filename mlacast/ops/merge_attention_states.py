@@ -11,6 +11,7 @@ from mlacast.descriptors.out_format import OutFormat
 from mlacast.dispatch.arch import arch_of
 from mlacast.dispatch.select import load, requested_backend, select
 from mlacast.errors import check_choice, check_tensor, fail
+from mlacast.ops.known_calls import PUBLIC, call_operator
 from mlacast.ops.output import Output, features_of, from_arguments, prepare_output
 from mlacast.ops.overlap import check_no_overlap
 from mlacast.ops.query import check_backend
@@ -65,6 +66,40 @@ def merge_attention_states(
 
     Source: the merge of vLLM's ``merge_attn_states`` (natural log, +inf read as -inf).
     """
+    values = (outs, lses, lse_layout, out, out_format, num_groups, backend)
+    known = PUBLIC.find(OP, values)
+    if known is None:
+        _check(outs, lses, lse_layout, backend)
+    device, shape = outs[0].device, tuple(outs[0].shape)
+    result, target = prepare_output(
+        OP, out, out_format, num_groups, shape=shape, device=device, known=known
+    )
+    lse = torch.empty(lses[0].shape, dtype=torch.float32, device=device)
+    arguments = (
+        list(outs),
+        list(lses),
+        target.data,
+        target.sf,
+        lse,
+        lse_layout,
+        target.out_format,
+        target.scale,
+        target.row_start,
+        target.total_tokens,
+        backend or "",
+    )
+    fresh = (lse, *target.fresh)
+    call_operator(torch.ops.mlacast.merge_attention_states, OP, known, values, arguments, fresh)
+    return result, lse
+
+
+def _check(
+    outs: Sequence[torch.Tensor],
+    lses: Sequence[torch.Tensor],
+    lse_layout: str,
+    backend: str | None,
+) -> None:
+    """Check the arguments of ``merge_attention_states``, those about its output apart."""
     check_choice(OP, "lse_layout", lse_layout, LSE_LAYOUTS)
     check_backend(OP, backend)
     for name, parts in (("outs", outs), ("lses", lses)):
@@ -88,25 +123,6 @@ def merge_attention_states(
     dims = "h T" if lse_layout == "ht" else "T h"
     for part, tensor in enumerate(lses):
         check_tensor(OP, f"lses[{part}]", tensor, dims, sizes, dtype=torch.float32, device=device)
-    shape = tuple(outs[0].shape)
-    result, target = prepare_output(
-        OP, out, out_format, num_groups, shape=shape, device=outs[0].device
-    )
-    lse = torch.empty(lses[0].shape, dtype=torch.float32, device=outs[0].device)
-    torch.ops.mlacast.merge_attention_states(
-        list(outs),
-        list(lses),
-        target.data,
-        target.sf,
-        lse,
-        lse_layout,
-        target.out_format,
-        target.scale,
-        target.row_start,
-        target.total_tokens,
-        backend or "",
-    )
-    return result, lse
 
 
 def required_features(out_format: str) -> frozenset[str]:
@@ -126,18 +142,18 @@ def run(
     row_start: int,
     total_tokens: int,
     backend: str,
-) -> None:
+) -> Any:
     """Eager body of ``torch.ops.mlacast.merge_attention_states``."""
     device = outs[0].device
     impl = select(
         OP, required_features(out_format), arch_of(device), requested_backend(OP, backend)
     )
     if outs[0].shape[0] == 0:
-        return
+        return None
     inputs = [(f"outs[{part}]", tensor) for part, tensor in enumerate(outs)]
     inputs += [(f"lses[{part}]", tensor) for part, tensor in enumerate(lses)]
     check_no_overlap(OP, [("out", out_data), ("out.sf", out_sf), ("lse", lse)], inputs)
-    load(impl.target)(
+    return load(impl.target)(
         outs,
         lses,
         lse_layout=lse_layout,

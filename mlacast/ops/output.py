@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -10,15 +10,18 @@ from mlacast.descriptors.out_format import Bf16, OutFormat, out_format_from_key
 from mlacast.descriptors.quantized_checks import check_row_strides
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.errors import check_tensor, check_type, dtype_name, fail
+from mlacast.ops.known_calls import KnownCall
 
 D_V = 512
 _RESULT_DIMS = {3: "T h d", 4: "B Q h d"}
 Output = torch.Tensor | QuantizedTensor
 
 
-@dataclass(frozen=True)
-class OutputArguments:
-    """An output buffer as a registered operation takes it; see ``mlacast.ops._schemas``."""
+class OutputArguments(NamedTuple):
+    """An output buffer as a registered operation takes it; see ``mlacast.ops._schemas``.
+
+    ``is_fresh`` says that it was allocated for the call, so nothing else can share its memory.
+    """
 
     data: torch.Tensor
     sf: torch.Tensor | None
@@ -26,9 +29,15 @@ class OutputArguments:
     scale: torch.Tensor | None
     row_start: int
     total_tokens: int
+    is_fresh: bool = False
+
+    @property
+    def fresh(self) -> tuple[torch.Tensor | None, ...]:
+        """Tensors of a fresh buffer, nothing of the caller's."""
+        return (self.data, self.sf) if self.is_fresh else ()
 
 
-def to_arguments(buffer: QuantizedTensor) -> OutputArguments:
+def to_arguments(buffer: QuantizedTensor, is_fresh: bool = False) -> OutputArguments:
     """Flatten a buffer; scales come with the padding rows that its writer has to zero."""
     total_tokens = buffer.total_tokens
     if total_tokens is None:
@@ -39,11 +48,12 @@ def to_arguments(buffer: QuantizedTensor) -> OutputArguments:
         total_tokens = sf.shape[0] if sf is not None and swizzled else stop + 1
     return OutputArguments(
         buffer.data,
-        buffer.sf_rows_with_padding() if buffer.format.has_sf else None,
+        buffer.sf_rows_with_padding(),
         buffer.format.key,
         buffer.format.scale_tensor(buffer.data.device),
         buffer.row_start,
         total_tokens,
+        is_fresh,
     )
 
 
@@ -57,9 +67,11 @@ def from_arguments(
 ) -> QuantizedTensor:
     """Rebuild the buffer that ``to_arguments`` flattened."""
     fmt = out_format_from_key(out_format, scale)
+    rows = sf
     if sf is not None and out_format != "nvfp4":
-        sf = sf[: data.shape[0]]
-    return QuantizedTensor(data, sf, fmt, row_start, data.shape[0], total_tokens)
+        rows = sf[: data.shape[0]]
+    buffer = QuantizedTensor(data, rows, fmt, row_start, data.shape[0], total_tokens)
+    return buffer if sf is None else buffer.with_sf_rows(sf)
 
 
 def features_of(out_format: str) -> frozenset[str]:
@@ -92,6 +104,7 @@ def prepare_output(
     *,
     shape: tuple[int, ...],
     device: torch.device,
+    known: KnownCall | None = None,
 ) -> tuple[Output, OutputArguments]:
     """Check the caller's buffer, or allocate one, for a result of ``shape`` [..., h, d].
 
@@ -107,6 +120,7 @@ def prepare_output(
             with it.
         shape: Shape of the result.
         device: Device of the inputs.
+        known: The call, if these arguments passed the checks before; they are not repeated.
 
     Returns:
         The object to hand to the caller (``out`` itself if given) and the arguments for the
@@ -117,6 +131,8 @@ def prepare_output(
         tokens = tokens * size
     total_features = shape[-2] * shape[-1]
     if isinstance(out, QuantizedTensor):
+        if known is not None:
+            return out, to_arguments(out)
         if out_format is not None and _check_format(op, out_format) != out.format:
             fail(op, "out_format", f"agree with out.format {out.format!r}", repr(out_format))
         if num_groups not in (1, out.num_groups):
@@ -137,6 +153,9 @@ def prepare_output(
         return out, to_arguments(out)
     fmt = _check_format(op, out_format)
     if isinstance(out, torch.Tensor):
+        if known is not None:
+            flat = _flatten_tokens(op, out)
+            return out, OutputArguments(flat, None, fmt.key, None, 0, tokens)
         if not isinstance(fmt, Bf16):
             fail(
                 op,
@@ -168,10 +187,11 @@ def prepare_output(
         )
     if isinstance(fmt, Bf16) and num_groups == 1:
         fresh = torch.empty(shape, dtype=torch.bfloat16, device=device)
-        return fresh, OutputArguments(fresh.flatten(0, -3), None, fmt.key, None, 0, tokens)
+        flat = fresh if fresh.dim() == 3 else fresh.flatten(0, -3)
+        return fresh, OutputArguments(flat, None, fmt.key, None, 0, tokens, True)
     features = _features_per_group(op, fmt, num_groups, total_features)
     buffer = QuantizedTensor.empty(tokens, num_groups, features, fmt, device)
-    return buffer, to_arguments(buffer)
+    return buffer, to_arguments(buffer, True)
 
 
 def _flatten_tokens(op: str, out: torch.Tensor) -> torch.Tensor:

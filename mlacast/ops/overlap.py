@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -13,8 +14,20 @@ from mlacast.errors import fail
 _MAX_RUNS = 1 << 24
 
 
-def _runs(tensor: torch.Tensor) -> tuple[list[tuple[int, int]], int]:
-    """Describe a view as runs of bytes: the (stride, size) of their starts, and bytes per run."""
+class _Span(NamedTuple):
+    """A view as addresses: from ``start`` up to ``stop``, in runs of ``run`` contiguous bytes.
+
+    ``dims`` holds stride in bytes and size of the dimensions that place the runs, ascending.
+    """
+
+    device: torch.device
+    start: int
+    stop: int
+    dims: list[tuple[int, int]]
+    run: int
+
+
+def _span(tensor: torch.Tensor) -> _Span:
     dims = sorted(
         (stride, size)
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
@@ -25,7 +38,9 @@ def _runs(tensor: torch.Tensor) -> tuple[list[tuple[int, int]], int]:
         stride, size = dims.pop(0)
         run += (size - 1) * stride
     itemsize = tensor.element_size()
-    return [(stride * itemsize, size) for stride, size in dims], run * itemsize
+    dims = [(stride * itemsize, size) for stride, size in dims]
+    start, run = tensor.data_ptr(), run * itemsize
+    return _Span(tensor.device, start, start + sum(s * (n - 1) for s, n in dims) + run, dims, run)
 
 
 def _starts(first: int, dims: Sequence[tuple[int, int]]) -> torch.Tensor:
@@ -37,36 +52,53 @@ def _starts(first: int, dims: Sequence[tuple[int, int]]) -> torch.Tensor:
     return starts.sort().values
 
 
+def _never_meet(first: _Span, second: _Span) -> bool:
+    """Whether two views are different columns of rows of one width.
+
+    If all strides are multiples of the smallest, every run of a view stands at the same place
+    between two multiples of it, and it is enough to compare two of them.
+    """
+    strides = [stride for stride, _ in (*first.dims, *second.dims)]
+    if not strides:
+        return False
+    width = min(strides)
+    if any(stride % width for stride in strides):
+        return False
+    place = (second.start - first.start) % width
+    return first.run <= place and place + second.run <= width
+
+
 def overlaps(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two views share a byte.
 
-    Ranges of addresses decide nearly every case. Where they intersect, the runs of contiguous bytes
-    are compared, so interleaved views (columns of one wider buffer) are told apart from overlaps.
-    Only addresses are looked at, on the host; nothing synchronises.
+    Ranges of addresses decide nearly every case, and the place in a row most others: columns of one
+    wider buffer. Where neither does, all runs of contiguous bytes are compared. Only addresses are
+    looked at, on the host; nothing synchronises.
     """
-    if first.numel() == 0 or second.numel() == 0 or first.device != second.device:
+    if first.numel() == 0 or second.numel() == 0:
         return False
-    first_dims, first_run = _runs(first)
-    second_dims, second_run = _runs(second)
-    first_start, second_start = first.data_ptr(), second.data_ptr()
-    first_stop = first_start + sum(s * (n - 1) for s, n in first_dims) + first_run
-    second_stop = second_start + sum(s * (n - 1) for s, n in second_dims) + second_run
-    if first_stop <= second_start or second_stop <= first_start:
+    return _share_a_byte(_span(first), _span(second))
+
+
+def _share_a_byte(first: _Span, second: _Span) -> bool:
+    if first.stop <= second.start or second.stop <= first.start or first.device != second.device:
+        return False
+    if _never_meet(first, second):
         return False
     counts = [1, 1]
-    for side, dims in enumerate((first_dims, second_dims)):
-        for _, size in dims:
+    for side, span in enumerate((first, second)):
+        for _, size in span.dims:
             counts[side] *= size
     if max(counts) > _MAX_RUNS:
         return True
-    starts, others = _starts(first_start, first_dims), _starts(second_start, second_dims)
+    starts, others = _starts(first.start, first.dims), _starts(second.start, second.dims)
     # For each run of the second view: the last run of the first that starts at or before it must
     # end before it, and the next one must start after it ends.
     after = torch.searchsorted(starts, others, right=True)
-    before_stops = starts[(after - 1).clamp(min=0)] + first_run
+    before_stops = starts[(after - 1).clamp(min=0)] + first.run
     hit_before = (after > 0) & (before_stops > others)
     next_starts = starts[after.clamp(max=starts.shape[0] - 1)]
-    hit_after = (after < starts.shape[0]) & (next_starts < others + second_run)
+    hit_after = (after < starts.shape[0]) & (next_starts < others + second.run)
     return bool((hit_before | hit_after).any())
 
 
@@ -76,10 +108,12 @@ def check_no_overlap(
     inputs: Sequence[tuple[str, torch.Tensor | None]],
 ) -> None:
     """Raise ValueError if an output shares memory with an input or with another output."""
-    present = [(name, tensor) for name, tensor in outputs if tensor is not None]
-    read = [(name, tensor) for name, tensor in inputs if tensor is not None]
+    present, read = (
+        [(name, _span(tensor)) for name, tensor in part if tensor is not None and tensor.numel()]
+        for part in (outputs, inputs)
+    )
     for (name, output), (other_name, other) in itertools.chain(
         itertools.product(present, read), itertools.combinations(present, 2)
     ):
-        if overlaps(output, other):
+        if _share_a_byte(output, other):
             fail(op, name, f"not share memory with {other_name}", "overlapping memory")

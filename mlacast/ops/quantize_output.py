@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from mlacast.descriptors.out_format import OutFormat
@@ -9,6 +11,7 @@ from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.dispatch.arch import arch_of
 from mlacast.dispatch.select import load, requested_backend, select
 from mlacast.errors import check_tensor, check_type
+from mlacast.ops.known_calls import PUBLIC, call_operator
 from mlacast.ops.output import features_of, from_arguments, prepare_output
 from mlacast.ops.overlap import check_no_overlap
 from mlacast.ops.query import check_backend
@@ -51,16 +54,21 @@ def quantize_output(
 
     Source: formulas in docs/formats.md.
     """
-    check_tensor(OP, "x", x, "T K", {}, dtype=_DTYPES, last_dim_contiguous=True)
-    check_type(OP, "format", format, OutFormat, "an OutFormat such as mlacast.Mxfp8()")
-    if out is not None:
-        check_type(OP, "out", out, QuantizedTensor, "a QuantizedTensor or None")
-    check_backend(OP, backend)
+    values = (x, format, out, num_groups, backend)
+    known = PUBLIC.find(OP, values)
+    if known is None:
+        check_tensor(OP, "x", x, "T K", {}, dtype=_DTYPES, last_dim_contiguous=True)
+        check_type(OP, "format", format, OutFormat, "an OutFormat such as mlacast.Mxfp8()")
+        if out is not None:
+            check_type(OP, "out", out, QuantizedTensor, "a QuantizedTensor or None")
+        check_backend(OP, backend)
     shape = (x.shape[0], 1, x.shape[1])
-    result, target = prepare_output(OP, out, format, num_groups, shape=shape, device=x.device)
+    result, target = prepare_output(
+        OP, out, format, num_groups, shape=shape, device=x.device, known=known
+    )
     if isinstance(result, torch.Tensor):
         result = QuantizedTensor(result, None, format, 0, x.shape[0])
-    torch.ops.mlacast.quantize_output(
+    arguments = (
         x,
         target.data,
         target.sf,
@@ -70,6 +78,8 @@ def quantize_output(
         target.total_tokens,
         backend or "",
     )
+    operator = torch.ops.mlacast.quantize_output
+    call_operator(operator, OP, known, values, arguments, target.fresh)
     return result
 
 
@@ -87,14 +97,14 @@ def run(
     row_start: int,
     total_tokens: int,
     backend: str,
-) -> None:
+) -> Any:
     """Eager body of ``torch.ops.mlacast.quantize_output``."""
     impl = select(
         OP, required_features(out_format), arch_of(x.device), requested_backend(OP, backend)
     )
     if x.shape[0] == 0:
-        return
+        return None
     check_no_overlap(OP, [("out", out_data), ("out.sf", out_sf)], [("x", x)])
-    load(impl.target)(
+    return load(impl.target)(
         x, out=from_arguments(out_data, out_sf, out_format, out_scale, row_start, total_tokens)
     )

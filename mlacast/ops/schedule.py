@@ -6,12 +6,14 @@ from dataclasses import dataclass, fields
 
 from mlacast.descriptors.kv_format import KvFormat
 from mlacast.errors import check_type, fail
+from mlacast.ops.known_calls import described_by_attributes
 from mlacast.ops.output import D_V
 from mlacast.ops.query import MAX_HEADS
 
 OP = "plan_sparse_decode"
 
 
+@described_by_attributes
 @dataclass(frozen=True)
 class SparseDecodeSchedule:
     """How one shape of sparse decode is split.

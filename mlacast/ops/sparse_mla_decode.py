@@ -13,15 +13,27 @@ from mlacast.dispatch.arch import arch_of
 from mlacast.dispatch.select import load, requested_backend, select
 from mlacast.errors import check_tensor, check_type, fail
 from mlacast.ops import value_checks
-from mlacast.ops.output import D_V, Output, features_of, from_arguments, prepare_output
+from mlacast.ops.known_calls import PUBLIC, call_operator
+from mlacast.ops.output import (
+    D_V,
+    Output,
+    OutputArguments,
+    features_of,
+    from_arguments,
+    prepare_output,
+)
 from mlacast.ops.overlap import check_no_overlap
 from mlacast.ops.query import (
+    DECODE_QUERY_DTYPES,
     check_backend,
+    check_decode_scale,
+    check_fp8_query,
     check_lengths,
     check_prologue,
     check_query,
     check_sink,
-    check_sm_scale,
+    decode_features,
+    number_or_tensor,
     query_features,
 )
 from mlacast.ops.schedule import SparseDecodeSchedule, check_num_splits, workspace_size
@@ -35,7 +47,7 @@ def sparse_mla_decode(
     indices: torch.Tensor,
     *,
     kv_format: KvFormat,
-    sm_scale: float,
+    sm_scale: float | torch.Tensor,
     topk_length: torch.Tensor | None = None,
     extra_k_cache: torch.Tensor | None = None,
     extra_indices: torch.Tensor | None = None,
@@ -49,6 +61,7 @@ def sparse_mla_decode(
     num_splits: int | None = None,
     batch_invariant: bool = False,
     workspace: torch.Tensor | None = None,
+    v_scale: float | torch.Tensor = 1.0,
     out: Output | None = None,
     out_format: OutFormat | None = None,
     num_groups: int = 1,
@@ -63,13 +76,14 @@ def sparse_mla_decode(
 
     Args:
         q: [s_q, h_q, d_qk] bfloat16, h_q 1..128, last dimension contiguous; d_qk is that of the
-            cache format.
+            cache format. float8_e4m3fn over per-tensor FP8 caches, without norm or rotation of the
+            query: its scale belongs in ``sm_scale``.
         k_cache: [num_pages, page_size, bytes] or [num_pages, page_size, 1, bytes] in ``kv_format``;
             any page_size and any page stride that holds a page. Unselected memory may hold NaN.
         indices: [s_q, topk] int32 slots (``page * page_size + offset``). topk may be 0.
         kv_format: Format of ``k_cache``; never inferred.
-        sm_scale: Multiplies q.k before the softmax. The scale of a per-tensor FP8 cache belongs in
-            here.
+        sm_scale: Multiplies q.k before the softmax. The scales of a per-tensor FP8 cache and query
+            belong in here. A number, or a float32 tensor of one element, read on the device.
         topk_length: [s_q] int32 or None: entries of each row that count, clamped to [0, topk].
         extra_k_cache: Second pool, or None. Comes with ``extra_indices`` and ``extra_kv_format``.
         extra_indices: [s_q, extra_topk] int32 slots of the second pool.
@@ -86,6 +100,8 @@ def sparse_mla_decode(
         batch_invariant: A row's chunk boundaries depend on that row and the configuration only.
         workspace: uint8 [n] scratch of at least ``workspace_size(schedule)`` bytes, or None to
             allocate.
+        v_scale: Multiplies the output in float32, before its rotation and cast: the scale of a
+            per-tensor FP8 cache. A number or a float32 tensor of one element.
         out: Buffer to fill: a bfloat16 tensor [s_q, h_q, 512], or a QuantizedTensor of any format
             with s_q tokens.
         out_format: Format of the output; None means bfloat16, or that of ``out``.
@@ -111,8 +127,177 @@ def sparse_mla_decode(
     Source: FlashMLA 9241ae3 (sparse decode with extra cache); there lse is [b, h_q, s_q] and +inf
         for an empty row.
     """
+    values = (
+        q,
+        k_cache,
+        indices,
+        kv_format,
+        sm_scale,
+        topk_length,
+        extra_k_cache,
+        extra_indices,
+        extra_topk_length,
+        extra_kv_format,
+        attn_sink,
+        q_norm_eps,
+        rope,
+        q_order,
+        schedule,
+        num_splits,
+        batch_invariant,
+        workspace,
+        v_scale,
+        out,
+        out_format,
+        num_groups,
+        backend,
+    )
+    known = PUBLIC.find(OP, values)
+    if known is None:
+        _check(
+            q,
+            k_cache,
+            indices,
+            kv_format,
+            sm_scale,
+            topk_length,
+            extra_k_cache,
+            extra_indices,
+            extra_topk_length,
+            extra_kv_format,
+            attn_sink,
+            q_norm_eps,
+            rope,
+            q_order,
+            schedule,
+            num_splits,
+            batch_invariant,
+            workspace,
+            v_scale,
+            backend,
+        )
+    if schedule is not None:
+        num_splits = schedule.num_splits
+        batch_invariant = batch_invariant or schedule.batch_invariant
+    s_q, h_q, device = q.shape[0], q.shape[1], q.device
+    result, target = prepare_output(
+        OP, out, out_format, num_groups, shape=(s_q, h_q, D_V), device=device, known=known
+    )
+    lse = torch.empty((s_q, h_q), dtype=torch.float32, device=device)
+    arguments = operator_arguments(
+        q,
+        k_cache,
+        indices,
+        target,
+        lse,
+        kv_format,
+        sm_scale,
+        topk_length,
+        extra_k_cache,
+        extra_indices,
+        extra_topk_length,
+        extra_kv_format,
+        attn_sink,
+        q_norm_eps,
+        rope,
+        q_order,
+        num_splits,
+        batch_invariant,
+        workspace,
+        v_scale,
+        backend,
+    )
+    fresh = (lse, *target.fresh)
+    call_operator(torch.ops.mlacast.sparse_mla_decode, OP, known, values, arguments, fresh)
+    return result, lse
+
+
+def operator_arguments(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    indices: torch.Tensor,
+    target: OutputArguments,
+    lse: torch.Tensor,
+    kv_format: KvFormat,
+    sm_scale: float | torch.Tensor,
+    topk_length: torch.Tensor | None,
+    extra_k_cache: torch.Tensor | None,
+    extra_indices: torch.Tensor | None,
+    extra_topk_length: torch.Tensor | None,
+    extra_kv_format: KvFormat | None,
+    attn_sink: torch.Tensor | None,
+    q_norm_eps: float | None,
+    rope: Rope | None,
+    q_order: str,
+    num_splits: int | None,
+    batch_invariant: bool,
+    workspace: torch.Tensor | None,
+    v_scale: float | torch.Tensor,
+    backend: str | None,
+) -> tuple[Any, ...]:
+    """Arguments of ``torch.ops.mlacast.sparse_mla_decode`` for checked arguments of a call."""
+    score_factor, score_tensor = number_or_tensor(sm_scale)
+    value_factor, value_tensor = number_or_tensor(v_scale)
+    return (
+        q,
+        k_cache,
+        indices,
+        target.data,
+        target.sf,
+        lse,
+        kv_format.name,
+        score_factor,
+        topk_length,
+        extra_k_cache,
+        extra_indices,
+        extra_topk_length,
+        None if extra_kv_format is None else extra_kv_format.name,
+        attn_sink,
+        None if q_norm_eps is None else float(q_norm_eps),
+        None if rope is None else rope.cos_sin_cache,
+        None if rope is None else rope.positions,
+        "interleaved" if rope is None else rope.pairing,
+        q_order,
+        num_splits,
+        batch_invariant,
+        workspace,
+        value_factor,
+        score_tensor,
+        value_tensor,
+        rope is None or rope.rotate_query,
+        target.out_format,
+        target.scale,
+        target.row_start,
+        target.total_tokens,
+        backend or "",
+    )
+
+
+def _check(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    indices: torch.Tensor,
+    kv_format: KvFormat,
+    sm_scale: float | torch.Tensor,
+    topk_length: torch.Tensor | None,
+    extra_k_cache: torch.Tensor | None,
+    extra_indices: torch.Tensor | None,
+    extra_topk_length: torch.Tensor | None,
+    extra_kv_format: KvFormat | None,
+    attn_sink: torch.Tensor | None,
+    q_norm_eps: float | None,
+    rope: Rope | None,
+    q_order: str,
+    schedule: SparseDecodeSchedule | None,
+    num_splits: int | None,
+    batch_invariant: bool,
+    workspace: torch.Tensor | None,
+    v_scale: float | torch.Tensor,
+    backend: str | None,
+) -> None:
+    """Check the arguments of ``sparse_mla_decode``, those about its output apart."""
     sizes: dict[str, Any] = {}
-    check_query(OP, q, "s_q h_q d_qk", sizes)
+    check_query(OP, q, "s_q h_q d_qk", sizes, DECODE_QUERY_DTYPES)
     device = q.device
     _check_pool(OP, "", k_cache, indices, topk_length, kv_format, sizes, device)
     extra = {
@@ -141,30 +326,28 @@ def sparse_mla_decode(
         )
     elif extra_topk_length is not None:
         fail(OP, "extra_topk_length", "be None without extra_k_cache", "a value")
-    check_sm_scale(OP, sm_scale)
+    check_fp8_query(OP, q, kv_format=kv_format, extra_kv_format=extra_kv_format)
+    check_decode_scale(OP, "sm_scale", sm_scale, device)
+    check_decode_scale(OP, "v_scale", v_scale, device)
     check_sink(OP, attn_sink, sizes, device)
     check_prologue(OP, q, sizes, q_norm_eps, rope, q_order)
     check_backend(OP, backend)
     check_type(OP, "batch_invariant", batch_invariant, bool, "a bool")
-    s_q, h_q, topk = q.shape[0], q.shape[1], indices.shape[1]
-    extra_topk = 0 if extra_indices is None else extra_indices.shape[1]
     if num_splits is not None:
         check_num_splits(OP, num_splits)
     if schedule is not None:
         check_type(OP, "schedule", schedule, SparseDecodeSchedule, "a SparseDecodeSchedule or None")
         schedule.check_matches(
             OP,
-            s_q=s_q,
-            h_q=h_q,
-            topk=topk,
+            s_q=sizes["s_q"],
+            h_q=sizes["h_q"],
+            topk=sizes["topk"],
             kv_format=kv_format,
-            extra_topk=extra_topk,
+            extra_topk=sizes.get("extra_topk", 0),
             extra_kv_format=extra_kv_format,
         )
         if num_splits is not None and num_splits != schedule.num_splits:
             fail(OP, "num_splits", f"be None or the schedule's {schedule.num_splits}", num_splits)
-        num_splits = schedule.num_splits
-        batch_invariant = batch_invariant or schedule.batch_invariant
     if workspace is not None:
         check_tensor(
             OP, "workspace", workspace, "n", {}, dtype=torch.uint8, device=device, contiguous=True
@@ -177,40 +360,6 @@ def sparse_mla_decode(
                 f"hold {needed} bytes (workspace_size(schedule))",
                 workspace.shape[0],
             )
-    result, target = prepare_output(
-        OP, out, out_format, num_groups, shape=(s_q, h_q, D_V), device=device
-    )
-    lse = torch.empty((s_q, h_q), dtype=torch.float32, device=device)
-    torch.ops.mlacast.sparse_mla_decode(
-        q,
-        k_cache,
-        indices,
-        target.data,
-        target.sf,
-        lse,
-        kv_format.name,
-        float(sm_scale),
-        topk_length,
-        extra_k_cache,
-        extra_indices,
-        extra_topk_length,
-        None if extra_kv_format is None else extra_kv_format.name,
-        attn_sink,
-        None if q_norm_eps is None else float(q_norm_eps),
-        None if rope is None else rope.cos_sin_cache,
-        None if rope is None else rope.positions,
-        "interleaved" if rope is None else rope.pairing,
-        q_order,
-        num_splits,
-        batch_invariant,
-        workspace,
-        target.out_format,
-        target.scale,
-        target.row_start,
-        target.total_tokens,
-        backend or "",
-    )
-    return result, lse
 
 
 def _check_pool(
@@ -262,13 +411,17 @@ def required_features(
     q_order: str,
     attn_sink: torch.Tensor | None,
     out_format: str,
+    sm_scale: float | torch.Tensor = 1.0,
+    v_scale: float | torch.Tensor = 1.0,
+    rotates_query: bool = True,
 ) -> frozenset[str]:
     """Features that a backend needs for this call."""
     query = query_features(q.shape[-1], q_norm_eps, rope_pairing, q_order, attn_sink is not None)
     pools = {f"kv:{kv_format}"}
     if extra_kv_format is not None:
         pools.add(f"extra_kv:{extra_kv_format}")
-    return query | pools | features_of(out_format)
+    decode = decode_features(q, sm_scale, v_scale, rotates_query)
+    return query | decode | pools | features_of(out_format)
 
 
 def run(
@@ -294,12 +447,16 @@ def run(
     num_splits: int | None,
     batch_invariant: bool,
     workspace: torch.Tensor | None,
+    v_scale: float,
+    sm_scale_tensor: torch.Tensor | None,
+    v_scale_tensor: torch.Tensor | None,
+    rotate_query: bool,
     out_format: str,
     out_scale: torch.Tensor | None,
     row_start: int,
     total_tokens: int,
     backend: str,
-) -> None:
+) -> Any:
     """Eager body of ``torch.ops.mlacast.sparse_mla_decode``."""
     if (cos_sin_cache is None) != (positions is None):
         fail(OP, "cos_sin_cache", "come with positions", "one without the other")
@@ -312,10 +469,13 @@ def run(
         q_order,
         attn_sink,
         out_format,
+        sm_scale if sm_scale_tensor is None else sm_scale_tensor,
+        v_scale if v_scale_tensor is None else v_scale_tensor,
+        rotate_query,
     )
     impl = select(OP, features, arch_of(q.device), requested_backend(OP, backend))
     if q.shape[0] == 0:
-        return
+        return None
     check_no_overlap(
         OP,
         [("out", out_data), ("out.sf", out_sf), ("lse", lse), ("workspace", workspace)],
@@ -328,6 +488,8 @@ def run(
             ("extra_indices", extra_indices),
             ("extra_topk_length", extra_topk_length),
             ("attn_sink", attn_sink),
+            ("sm_scale", sm_scale_tensor),
+            ("v_scale", v_scale_tensor),
             ("rope.cos_sin_cache", cos_sin_cache),
             ("rope.positions", positions),
         ],
@@ -348,13 +510,17 @@ def run(
         value_checks.check_positions(OP, positions, cos_sin_cache, live)
     rope = None
     if cos_sin_cache is not None and positions is not None:
-        rope = Rope(cos_sin_cache, positions, pairing)
-    load(impl.target)(
+        rope = Rope(cos_sin_cache, positions, pairing, rotate_query)
+    options: dict[str, Any] = {}
+    if "scale:value" in features:
+        # Backends without the feature have no such parameter.
+        options["v_scale"] = v_scale if v_scale_tensor is None else v_scale_tensor
+    return load(impl.target)(
         q,
         k_cache,
         indices,
         kv_format=KvFormat.from_name(kv_format),
-        sm_scale=sm_scale,
+        sm_scale=sm_scale if sm_scale_tensor is None else sm_scale_tensor,
         topk_length=topk_length,
         extra_k_cache=extra_k_cache,
         extra_indices=extra_indices,
@@ -369,4 +535,5 @@ def run(
         workspace=workspace,
         out=from_arguments(out_data, out_sf, out_format, out_scale, row_start, total_tokens),
         lse=lse,
+        **options,
     )

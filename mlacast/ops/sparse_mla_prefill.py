@@ -12,7 +12,15 @@ from mlacast.dispatch.arch import arch_of
 from mlacast.dispatch.select import load, requested_backend, select
 from mlacast.errors import check_tensor, fail
 from mlacast.ops import value_checks
-from mlacast.ops.output import D_V, Output, features_of, from_arguments, prepare_output
+from mlacast.ops.known_calls import PUBLIC, call_operator
+from mlacast.ops.output import (
+    D_V,
+    Output,
+    OutputArguments,
+    features_of,
+    from_arguments,
+    prepare_output,
+)
 from mlacast.ops.overlap import check_no_overlap
 from mlacast.ops.query import (
     check_backend,
@@ -96,6 +104,104 @@ def sparse_mla_prefill(
 
     Source: FlashMLA 9241ae3 (sparse prefill); there lse of an empty row is +inf.
     """
+    values = (
+        q,
+        kv,
+        indices,
+        sm_scale,
+        topk_length,
+        attn_sink,
+        q_norm_eps,
+        rope,
+        q_order,
+        out,
+        out_format,
+        num_groups,
+        backend,
+    )
+    known = PUBLIC.find(OP, values)
+    if known is None:
+        _check(q, kv, indices, sm_scale, topk_length, attn_sink, q_norm_eps, rope, q_order, backend)
+    device = q.device
+    s_q, h_q = q.shape[:2]
+    result, target = prepare_output(
+        OP, out, out_format, num_groups, shape=(s_q, h_q, D_V), device=device, known=known
+    )
+    max_logits = torch.empty((s_q, h_q), dtype=torch.float32, device=device)
+    lse = torch.empty((s_q, h_q), dtype=torch.float32, device=device)
+    arguments = operator_arguments(
+        q,
+        kv,
+        indices,
+        target,
+        max_logits,
+        lse,
+        sm_scale,
+        topk_length,
+        attn_sink,
+        q_norm_eps,
+        rope,
+        q_order,
+        backend,
+    )
+    fresh = (max_logits, lse, *target.fresh)
+    call_operator(torch.ops.mlacast.sparse_mla_prefill, OP, known, values, arguments, fresh)
+    return result, max_logits, lse
+
+
+def operator_arguments(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    target: OutputArguments,
+    max_logits: torch.Tensor,
+    lse: torch.Tensor,
+    sm_scale: float,
+    topk_length: torch.Tensor | None,
+    attn_sink: torch.Tensor | None,
+    q_norm_eps: float | None,
+    rope: Rope | None,
+    q_order: str,
+    backend: str | None,
+) -> tuple[Any, ...]:
+    """Arguments of ``torch.ops.mlacast.sparse_mla_prefill`` for checked arguments of a call."""
+    return (
+        q,
+        kv[:, 0] if kv.dim() == 3 else kv,
+        indices[:, 0] if indices.dim() == 3 else indices,
+        target.data,
+        target.sf,
+        max_logits,
+        lse,
+        float(sm_scale),
+        topk_length,
+        attn_sink,
+        None if q_norm_eps is None else float(q_norm_eps),
+        None if rope is None else rope.cos_sin_cache,
+        None if rope is None else rope.positions,
+        "interleaved" if rope is None else rope.pairing,
+        q_order,
+        target.out_format,
+        target.scale,
+        target.row_start,
+        target.total_tokens,
+        backend or "",
+    )
+
+
+def _check(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    topk_length: torch.Tensor | None,
+    attn_sink: torch.Tensor | None,
+    q_norm_eps: float | None,
+    rope: Rope | None,
+    q_order: str,
+    backend: str | None,
+) -> None:
+    """Check the arguments of ``sparse_mla_prefill``, those about its output apart."""
     sizes: dict[str, Any] = {}
     check_query(OP, q, "s_q h_q d_qk", sizes)
     device = q.device
@@ -124,35 +230,6 @@ def sparse_mla_prefill(
     check_sink(OP, attn_sink, sizes, device)
     check_prologue(OP, q, sizes, q_norm_eps, rope, q_order)
     check_backend(OP, backend)
-    s_q, h_q = q.shape[0], q.shape[1]
-    result, target = prepare_output(
-        OP, out, out_format, num_groups, shape=(s_q, h_q, D_V), device=device
-    )
-    max_logits = torch.empty((s_q, h_q), dtype=torch.float32, device=device)
-    lse = torch.empty((s_q, h_q), dtype=torch.float32, device=device)
-    torch.ops.mlacast.sparse_mla_prefill(
-        q,
-        kv[:, 0] if kv.dim() == 3 else kv,
-        indices[:, 0] if indices.dim() == 3 else indices,
-        target.data,
-        target.sf,
-        max_logits,
-        lse,
-        float(sm_scale),
-        topk_length,
-        attn_sink,
-        None if q_norm_eps is None else float(q_norm_eps),
-        None if rope is None else rope.cos_sin_cache,
-        None if rope is None else rope.positions,
-        "interleaved" if rope is None else rope.pairing,
-        q_order,
-        target.out_format,
-        target.scale,
-        target.row_start,
-        target.total_tokens,
-        backend or "",
-    )
-    return result, max_logits, lse
 
 
 def required_features(
@@ -204,7 +281,7 @@ def run(
     row_start: int,
     total_tokens: int,
     backend: str,
-) -> None:
+) -> Any:
     """Eager body of ``torch.ops.mlacast.sparse_mla_prefill``."""
     if (cos_sin_cache is None) != (positions is None):
         fail(OP, "cos_sin_cache", "come with positions", "one without the other")
@@ -221,7 +298,7 @@ def run(
     )
     impl = select(OP, features, arch_of(q.device), requested_backend(OP, backend))
     if q.shape[0] == 0:
-        return
+        return None
     check_no_overlap(
         OP,
         [("out", out_data), ("out.sf", out_sf), ("max_logits", max_logits), ("lse", lse)],
@@ -243,7 +320,7 @@ def run(
     rope = None
     if cos_sin_cache is not None and positions is not None:
         rope = Rope(cos_sin_cache, positions, pairing)
-    load(impl.target)(
+    return load(impl.target)(
         q,
         kv,
         indices,

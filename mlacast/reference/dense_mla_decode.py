@@ -16,7 +16,8 @@ def dense_mla_decode(
     seq_lens: torch.Tensor,
     *,
     kv_format: KvFormat,
-    sm_scale: float,
+    sm_scale: float | torch.Tensor,
+    v_scale: float | torch.Tensor = 1.0,
     causal: bool = True,
     attn_sink: torch.Tensor | None = None,
     compute_dtype: torch.dtype = torch.float32,
@@ -32,7 +33,8 @@ def dense_mla_decode(
         page_table: [B, max_pages] integers.
         seq_lens: [B] integers, clamped to [0, max_pages * page_size].
         kv_format: Format of ``k_cache``.
-        sm_scale: Multiplies q.k.
+        sm_scale: Multiplies q.k; a number or a float32 tensor of one element.
+        v_scale: Multiplies the output; likewise.
         causal: Bottom-right aligned causal mask.
         attn_sink: [h_q] or None.
         compute_dtype: torch.float32, or torch.float64 on request.
@@ -45,7 +47,7 @@ def dense_mla_decode(
     num_pages, page_size = k_cache.shape[:2]
     out = torch.zeros((batch, per_request, heads, D_V), dtype=compute_dtype, device=q.device)
     lse = torch.full((batch, per_request, heads), -torch.inf, dtype=compute_dtype, device=q.device)
-    scale = torch.full((heads,), sm_scale, dtype=compute_dtype, device=q.device)
+    scale = torch.ones((heads,), dtype=compute_dtype, device=q.device) * sm_scale
     longest = page_table.shape[1] * page_size
     for request, length in enumerate(seq_lens.tolist()):
         seq_len = min(max(int(length), 0), longest)
@@ -58,5 +60,5 @@ def dense_mla_decode(
             visible = seq_len - (per_request - 1 - token) if causal else seq_len
             state = attend(q[request, token].to(compute_dtype), rows[positions < visible], scale)
             out[request, token], lse[request, token] = state.out, state.lse
-    flat = epilogue(out.flatten(0, 1), lse.flatten(0, 1), attn_sink=attn_sink)
+    flat = epilogue((out * v_scale).flatten(0, 1), lse.flatten(0, 1), attn_sink=attn_sink)
     return flat.view_as(out), lse

@@ -8,10 +8,14 @@ import torch
 
 from mlacast.descriptors.kv_format import KvFormat
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
+from mlacast.descriptors.rope import Rope
+from mlacast.reference.decode_metadata import decode_metadata as _metadata
 from mlacast.reference.dense_mla_decode import dense_mla_decode as _dense
 from mlacast.reference.grouped_out_project import grouped_out_project as _project
+from mlacast.reference.kv_cache_append import prepare_latent
 from mlacast.reference.merge_attention_states import merge_attention_states as _merge
 from mlacast.reference.quantize_output import quantize_output as _quantize
+from mlacast.reference.rope_quantize_fp8 import rope_quantize_fp8 as _rope_quantize
 from mlacast.reference.sparse_mla_decode import sparse_mla_decode as _decode
 from mlacast.reference.sparse_mla_prefill import sparse_mla_prefill as _prefill
 
@@ -76,6 +80,19 @@ def dense_mla_decode(
     lse.copy_(row_lse)
 
 
+def decode_metadata(
+    lengths: torch.Tensor,
+    *,
+    parts: torch.Tensor,
+    num_splits: torch.Tensor,
+    **options: Any,
+) -> None:
+    """Fill ``parts`` and ``num_splits``."""
+    rows, splits = _metadata(lengths, num_parts=parts.shape[0], **options)
+    parts.copy_(rows)
+    num_splits.copy_(splits)
+
+
 def merge_attention_states(
     outs: list[torch.Tensor],
     lses: list[torch.Tensor],
@@ -95,11 +112,23 @@ def quantize_output(x: torch.Tensor, *, out: QuantizedTensor) -> None:
     _store(x, out)
 
 
+def rope_quantize_fp8(*inputs: Any, **options: Any) -> None:
+    """Fill the outputs; arguments are those of the reference function."""
+    _rope_quantize(*inputs, **options)
+
+
 def kv_cache_append(
-    latent: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, *, kv_format: KvFormat
+    latent: torch.Tensor,
+    slots: torch.Tensor,
+    cache: torch.Tensor,
+    *,
+    kv_format: KvFormat,
+    norm_weight: torch.Tensor | None,
+    norm_eps: float | None,
+    rope: Rope | None,
 ) -> None:
     """Write the addressed records of ``cache``."""
-    kv_format.append(latent, slots, cache)
+    kv_format.append(prepare_latent(latent, norm_weight, norm_eps, rope), slots, cache)
 
 
 def kv_cache_gather(

@@ -61,7 +61,8 @@ def sparse_mla_decode(
     indices: torch.Tensor,
     *,
     kv_format: KvFormat,
-    sm_scale: float,
+    sm_scale: float | torch.Tensor,
+    v_scale: float | torch.Tensor = 1.0,
     topk_length: torch.Tensor | None = None,
     extra_k_cache: torch.Tensor | None = None,
     extra_indices: torch.Tensor | None = None,
@@ -80,11 +81,12 @@ def sparse_mla_decode(
     values are dequantised to bfloat16 (``code * scale`` rounded once) before they are used.
 
     Args:
-        q: [s_q, h_q, d_qk].
+        q: [s_q, h_q, d_qk]; e4m3 codes count as they stand, their scale belongs in ``sm_scale``.
         k_cache: [num_pages, page_size, (1,) bytes], see ``kv_format``.
         indices: [s_q, topk] slots.
         kv_format: Format of ``k_cache``.
-        sm_scale: Multiplies q.k.
+        sm_scale: Multiplies q.k; a number or a float32 tensor of one element.
+        v_scale: Multiplies the output before anything else happens to it; likewise.
         topk_length: [s_q] or None.
         extra_k_cache: Second pool or None.
         extra_indices: [s_q, extra_topk] slots in the second pool.
@@ -92,7 +94,8 @@ def sparse_mla_decode(
         extra_kv_format: Format of the second pool.
         attn_sink: [h_q] or None.
         q_norm_eps: Epsilon of the weightless query norm, or None.
-        rope: Rotation of the query, and for d_qk = 512 back-rotation of the output.
+        rope: Rotation of the query (unless its ``rotate_query`` is False), and for d_qk = 512
+            back-rotation of the output.
         q_order: "head" or "chunk16".
         num_splits: Ranges of index columns that are attended apart and merged; None means one.
         compute_dtype: torch.float32, or torch.float64 on request.
@@ -111,7 +114,11 @@ def sparse_mla_decode(
     width = sum(pool_indices.shape[1] for _, _, pool_indices, _ in pools)
 
     values, norm = prologue(
-        q, q_norm_eps=q_norm_eps, rope=rope, q_order=q_order, compute_dtype=compute_dtype
+        q,
+        q_norm_eps=q_norm_eps,
+        rope=rope if rope is not None and rope.rotate_query else None,
+        q_order=q_order,
+        compute_dtype=compute_dtype,
     )
     out = torch.zeros((num_tokens, heads, D_V), dtype=compute_dtype, device=q.device)
     lse = torch.full((num_tokens, heads), -torch.inf, dtype=compute_dtype, device=q.device)
@@ -136,5 +143,5 @@ def sparse_mla_decode(
             num_splits or 1,
         )
         out[token], lse[token] = state.out, state.lse
-    out = epilogue(out, lse, attn_sink=attn_sink, rope=rope if d_qk == D_V else None)
+    out = epilogue(out * v_scale, lse, attn_sink=attn_sink, rope=rope if d_qk == D_V else None)
     return out, lse

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import mlacast
 from mlacast.descriptors.out_format import (
@@ -204,3 +205,17 @@ def test_keys_that_need_a_scale(key: str) -> None:
 def test_public_names() -> None:
     for kind in (Bf16, Fp8Tensor, Fp8Group, Mxfp8, Nvfp4, OutFormat):
         assert getattr(mlacast, kind.__name__) is kind
+
+
+def test_a_scale_given_as_a_number_is_put_on_a_device_once() -> None:
+    scale = 0.0721
+    first = Fp8Tensor(scale).scale_tensor("cpu")
+    with torch.inference_mode():
+        inside = Nvfp4(scale).scale_tensor(torch.device("cpu"))
+    assert inside is first and not inside.is_inference()
+    assert first.dtype == torch.float32 and first.tolist() == [torch.tensor(scale).item()]
+    assert Fp8Tensor(scale).scale_tensor("meta").device.type == "meta"
+    with FakeTensorMode():
+        fakes = [Fp8Tensor(number).scale_tensor("cpu") for number in (scale, scale * 3)]
+    assert all(isinstance(fake, FakeTensor) for fake in fakes)
+    assert type(Fp8Tensor(scale * 3).scale_tensor("cpu")) is torch.Tensor

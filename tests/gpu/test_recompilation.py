@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from mlacast.kernels.common import combine_splits  # noqa: E402
 from mlacast.kernels.triton import sparse_mla_decode, sparse_mla_prefill  # noqa: E402
+from mlacast.ops import known_calls  # noqa: E402
 
 KERNELS = (
     sparse_mla_prefill._sparse_mla_prefill_kernel,
@@ -67,6 +68,8 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     # Variants of earlier tests must not hide what this one would compile.
     for kernel in KERNELS:
         kernel.device_caches.clear()
+    known_calls.OPERATORS.clear()
+    known_calls.PUBLIC.clear()
     compile_now = JITFunction._do_compile
 
     def observed(

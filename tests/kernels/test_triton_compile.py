@@ -43,6 +43,18 @@ TWO_POOLS = {
     "EXTRA_FORMAT": "v4",
     "EXTRA_INLINE": False,
     "IS_SPLIT": True,
+    "ROTATE_QUERY": True,
+    "HAS_SM_SCALE": False,
+    "HAS_V_SCALE": False,
+}
+FP8_POOL = {
+    **TWO_POOLS,
+    "FORMAT": "fp8",
+    "HAS_EXTRA": False,
+    "EXTRA_FORMAT": "fp8",
+    "ROTATE_QUERY": False,
+    "HAS_SM_SCALE": True,
+    "HAS_V_SCALE": True,
 }
 PREFILL = sparse_mla_prefill._sparse_mla_prefill_kernel
 DECODE = sparse_mla_decode._sparse_mla_decode_kernel
@@ -117,6 +129,37 @@ CONFIGURATIONS = (
         },
         capability=80,
     ),
+    Configuration(
+        "decode_h64_fp8_query_576",
+        DECODE,
+        64,
+        {
+            **QUERY,
+            **PLAIN_STORE,
+            **FP8_POOL,
+            "D_QK": 576,
+            "CHUNK16": False,
+            "HAS_NORM": False,
+            "HAS_ROPE": False,
+        },
+        {"q_ptr": "*u8", "data_ptr": "*bf16", "sf_ptr": "*bf16", "scale_ptr": "*bf16"},
+    ),
+    Configuration(
+        "decode_h64_fp8_query_512_to_fp8",
+        DECODE,
+        64,
+        {
+            **QUERY,
+            **STORE,
+            **FP8_POOL,
+            "HAS_EXTRA": True,
+            "GROUP": 128,
+            "CHUNK32": False,
+            "CHUNK16": False,
+            "HAS_NORM": False,
+        },
+        {"q_ptr": "*u8"},
+    ),
     Configuration("combine", COMBINE, 0, {**EPILOGUE, **STORE, "ROTATE_BACK": True}),
 )
 
@@ -132,7 +175,7 @@ def _type_of(name: str, types: dict[str, str]) -> str:
         return "*i32"
     if name == "positions_ptr":
         return "*i64"
-    if name in ("eps", "sm_scale"):
+    if name in ("eps", "sm_scale", "v_scale"):
         return "fp32"
     return "*fp32" if name.endswith("_ptr") else "i32"
 
@@ -145,7 +188,8 @@ def _compile(configuration: Configuration) -> Any:
         constants.update(BLOCK_H=tile.block_h, BLOCK_N=tile.block_n)
         options.update(num_warps=tile.num_warps, num_stages=tile.num_stages)
     else:
-        constants.update(BLOCK_H=16)
+        constants.update(BLOCK_H=4, WIDTH=128)
+        options.update(num_warps=1)
     names = kernel.arg_names
     signature = {
         name: "constexpr" if name in constants else _type_of(name, configuration.types)

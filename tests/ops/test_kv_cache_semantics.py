@@ -115,3 +115,15 @@ def test_no_tokens_change_nothing(backend: str) -> None:
     assert bool((storage_bytes(cache) == 0x5A).all())
     rows = mlacast.kv_cache_gather(cache, none, mlacast.KvFormat.V4, backend=backend)
     assert rows.shape == (0, 512)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_plain_rows_of_other_dtypes_have_one_nan(dtype: torch.dtype, backend: str) -> None:
+    """Whatever the sign of the NaN and the strides of the rows, as in every other format."""
+    cache = mlacast.KvFormat.BF16.allocate(1, 2, d_qk=512)
+    latent = torch.full((4, 1024), float("nan"), dtype=dtype)
+    latent[2] = -latent[2]
+    latent = latent[::2, :512]
+    slots = torch.arange(2)
+    mlacast.kv_cache_append(latent, slots, cache, mlacast.KvFormat.BF16, backend=backend)
+    assert bool((cache.view(torch.int16) == 0x7FC0).all())

@@ -37,6 +37,9 @@ INPUT_NAMES = {
     "seq_lens",
     "latent",
     "slots",
+    "lengths",
+    "sm_scale_tensor",
+    "v_scale_tensor",
     "weight",
     "x",
 }

@@ -33,14 +33,6 @@ QUERY = (
     Rejection("q_has_two_dims", {"q": of(lambda q: q[0])}, "q", r"shape \[s_q, h", r"\[2, 512\]"),
     Rejection("q_is_elsewhere", {"q": of(meta)}, "", "must be on"),
     Rejection(
-        "sm_scale_is_a_tensor",
-        {"sm_scale": torch.ones(1)},
-        "sm_scale",
-        "must be a",
-        "Tensor",
-        TypeError,
-    ),
-    Rejection(
         "sm_scale_is_none", {"sm_scale": None}, "sm_scale", "must be a", "NoneType", TypeError
     ),
     Rejection("sm_scale_is_true", {"sm_scale": True}, "sm_scale", "must be a", "bool", TypeError),
@@ -198,6 +190,14 @@ OUTPUT = (
 )
 PREFILL = (
     *QUERY,
+    Rejection(
+        "sm_scale_is_a_tensor",
+        {"sm_scale": torch.ones(1)},
+        "sm_scale",
+        "must be a",
+        "Tensor",
+        TypeError,
+    ),
     *INDEX,
     *PROLOGUE,
     *OUTPUT,

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import mlacast
+from mlacast.ops.decode_metadata import decode_metadata
 from tests.oracles import exact_queries, exact_rope_table
 from tests.scenarios import CacheCase, draw_indices
 
@@ -202,6 +203,61 @@ def _dense(q: Tensor, table: Tensor, lens: Tensor, cache: Tensor) -> Any:
     )
 
 
+def _draw_fp8_decode(tokens: int) -> tuple[Tensor, ...]:
+    cache = CacheCase("FP8", 512).fill(num_pages=2, page_size=3, slots=range(6)).cache
+    q = torch.randn(tokens, 2, 512).to(torch.float8_e4m3fn)
+    positions = torch.arange(tokens, dtype=torch.int32) % 5
+    return (
+        q,
+        draw_indices(tokens, 5, 6),
+        positions,
+        cache,
+        exact_rope_table(5),
+        torch.full((1,), 0.02),
+        torch.tensor(1.5),
+    )
+
+
+def _fp8_decode(
+    q: Tensor,
+    indices: Tensor,
+    positions: Tensor,
+    cache: Tensor,
+    table: Tensor,
+    sm_scale: Tensor,
+    v_scale: Tensor,
+) -> Any:
+    return mlacast.sparse_mla_decode(
+        q,
+        cache,
+        indices,
+        kv_format=mlacast.KvFormat.FP8,
+        sm_scale=sm_scale,
+        v_scale=v_scale,
+        rope=mlacast.Rope(table, positions, rotate_query=False),
+    )
+
+
+def _draw_fp8_dense(tokens: int) -> tuple[Tensor, ...]:
+    q, table, lens, _ = _draw_dense(tokens)
+    cache = CacheCase("FP8", 576).fill(num_pages=3, page_size=2, slots=range(6)).cache
+    return q.to(torch.float8_e4m3fn), table, lens, cache, torch.full((1,), 0.02)
+
+
+def _fp8_dense(q: Tensor, table: Tensor, lens: Tensor, cache: Tensor, sm_scale: Tensor) -> Any:
+    return mlacast.dense_mla_decode(
+        q, cache, table, lens, kv_format=mlacast.KvFormat.FP8, sm_scale=sm_scale, v_scale=2.0
+    )
+
+
+def _draw_lengths(tokens: int) -> tuple[Tensor, ...]:
+    return (torch.randint(0, 3000, (tokens,), dtype=torch.int32),)
+
+
+def _plan(lengths: Tensor) -> Any:
+    return decode_metadata(lengths, num_parts=7, topk=2048)
+
+
 def _draw_merge(tokens: int) -> tuple[Tensor, ...]:
     outs = [torch.randn(tokens, 2, 512).bfloat16() for _ in range(2)]
     return (*outs, *(torch.randn(tokens, 2) for _ in range(2)))
@@ -243,6 +299,36 @@ def _append(latent: Tensor, slots: Tensor, cache: Tensor) -> Any:
     return mlacast.kv_cache_append(latent, slots, cache, mlacast.KvFormat.V4)
 
 
+def _draw_fused_append(tokens: int) -> tuple[Tensor, ...]:
+    weight, table = torch.randn(512), exact_rope_table(5)
+    return (*_draw_append(tokens), torch.arange(tokens) % 5, weight, table)
+
+
+def _fused_append(
+    latent: Tensor, slots: Tensor, cache: Tensor, positions: Tensor, weight: Tensor, table: Tensor
+) -> Any:
+    return mlacast.kv_cache_append(
+        latent,
+        slots,
+        cache,
+        mlacast.KvFormat.V4,
+        norm_weight=weight,
+        norm_eps=1e-6,
+        rope=mlacast.Rope(table, positions),
+    )
+
+
+def _draw_rope_quantize(tokens: int) -> tuple[Tensor, ...]:
+    q, k = torch.randn(tokens, 2, 576).bfloat16(), torch.randn(tokens, 576).bfloat16()
+    return q, k, torch.arange(tokens) % 5, exact_rope_table(5)
+
+
+def _rope_quantize(q: Tensor, k: Tensor, positions: Tensor, table: Tensor) -> Any:
+    return mlacast.rope_quantize_fp8(
+        q[..., 512:], k[..., 512:], q[..., :512], k[..., :512], table, positions, q_scale=2.0
+    )
+
+
 def _draw_project(tokens: int) -> tuple[Tensor, ...]:
     buffer = mlacast.quantize_output(torch.randn(tokens, 1024), mlacast.Mxfp8(), num_groups=2)
     assert buffer.sf is not None
@@ -262,14 +348,19 @@ PREFILL_CASES = (
 DECODE_CASES = (
     OpCase("sparse_mla_decode", _decode(None, None), _draw_decode),
     OpCase("sparse_mla_decode", _decode(mlacast.Fp8Group(64), 3), _draw_decode, "fp8_group_splits"),
+    OpCase("sparse_mla_decode", _fp8_decode, _draw_fp8_decode, "codes_and_device_scales"),
 )
 OTHER_CASES = (
     OpCase("dense_mla_decode", _dense, _draw_dense),
+    OpCase("dense_mla_decode", _fp8_dense, _draw_fp8_dense, "codes_and_device_scales"),
+    OpCase("decode_metadata", _plan, _draw_lengths, "plan"),
     OpCase("merge_attention_states", _merge, _draw_merge),
     OpCase("quantize_output", _quantize(mlacast.Mxfp8()), _draw_rows, "mxfp8"),
     OpCase("quantize_output", _quantize(mlacast.Nvfp4(672.0)), _draw_rows, "nvfp4"),
     OpCase("kv_cache_gather", _gather, _draw_gather, "v4"),
     OpCase("kv_cache_append", _append, _draw_append, "v4", mutates_input=True),
+    OpCase("kv_cache_append", _fused_append, _draw_fused_append, "fused", mutates_input=True),
+    OpCase("rope_quantize_fp8", _rope_quantize, _draw_rope_quantize, "e4m3"),
     OpCase("grouped_out_project", _project, _draw_project, "mxfp8"),
 )
 OP_CASES = PREFILL_CASES + DECODE_CASES + OTHER_CASES

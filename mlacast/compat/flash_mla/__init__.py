@@ -7,6 +7,7 @@ h_q, s_q], cache formats are inferred from the bytes per token, and the fused fu
 give permuted element orders. See ``docs/conventions.md``.
 """
 
+from mlacast.call_log import log_public_functions
 from mlacast.compat.flash_mla import fused_norm_rope_attn_rope_cast
 from mlacast.compat.flash_mla.metadata import FlashMLASchedMeta, get_mla_metadata
 from mlacast.compat.flash_mla.placement import set_v41_placement
@@ -21,3 +22,5 @@ __all__ = [
     "get_mla_metadata",
     "set_v41_placement",
 ]
+
+log_public_functions(__name__)

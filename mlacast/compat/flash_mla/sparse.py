@@ -22,7 +22,10 @@ from mlacast.compat.flash_mla._checks import (
 )
 from mlacast.compat.flash_mla._empty_rows import mark_empty_rows_
 from mlacast.errors import check_tensor
+from mlacast.ops.known_calls import PUBLIC
 from mlacast.ops.sparse_mla_prefill import sparse_mla_prefill
+
+OP = "flash_mla_sparse_fwd"
 
 
 def flash_mla_sparse_fwd(
@@ -62,30 +65,8 @@ def flash_mla_sparse_fwd(
         ValueError: A shape, dtype, stride or device breaks the contract; nothing has been written.
         UnsupportedError: No backend covers the call.
     """
-    op = "flash_mla_sparse_fwd"
-    check_tensors(op, q=q, kv=kv, indices=indices)
-    check_optional_tensors(op, attn_sink=attn_sink, topk_length=topk_length, out=out)
-    check_numbers(op, sm_scale=sm_scale)
-    check_integers(op, d_v=d_v)
-    check_d_v(op, "d_v", d_v)
-    sizes: dict[str, Any] = {}
-    check_query(op, q, "s_q h_q d_qk", sizes)
-    device = q.device
-    check_tensor(
-        op,
-        "kv",
-        kv,
-        "s_kv 1 d_qk",
-        sizes,
-        dtype=torch.bfloat16,
-        device=device,
-        last_dim_contiguous=True,
-    )
-    check_indices(op, "indices", indices, "s_q 1 topk", sizes, device)
-    check_scale(op, "sm_scale", sm_scale)
-    check_sink(op, attn_sink, sizes, device)
-    check_lengths(op, "topk_length", topk_length, "s_q", sizes, device)
-    check_bf16_out(op, out, f"s_q h_q {D_V}", sizes, device)
+    values = (q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out)
+    PUBLIC.check_once(OP, _check, values)
     result, max_logits, lse = sparse_mla_prefill(
         q,
         kv,
@@ -97,3 +78,39 @@ def flash_mla_sparse_fwd(
     )
     assert isinstance(result, torch.Tensor), "a bfloat16 call returns a tensor"
     return result, max_logits, mark_empty_rows_(lse)
+
+
+def _check(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    d_v: int,
+    attn_sink: torch.Tensor | None,
+    topk_length: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> None:
+    """Check the arguments of ``flash_mla_sparse_fwd``."""
+    check_tensors(OP, q=q, kv=kv, indices=indices)
+    check_optional_tensors(OP, attn_sink=attn_sink, topk_length=topk_length, out=out)
+    check_numbers(OP, sm_scale=sm_scale)
+    check_integers(OP, d_v=d_v)
+    check_d_v(OP, "d_v", d_v)
+    sizes: dict[str, Any] = {}
+    check_query(OP, q, "s_q h_q d_qk", sizes)
+    device = q.device
+    check_tensor(
+        OP,
+        "kv",
+        kv,
+        "s_kv 1 d_qk",
+        sizes,
+        dtype=torch.bfloat16,
+        device=device,
+        last_dim_contiguous=True,
+    )
+    check_indices(OP, "indices", indices, "s_q 1 topk", sizes, device)
+    check_scale(OP, "sm_scale", sm_scale)
+    check_sink(OP, attn_sink, sizes, device)
+    check_lengths(OP, "topk_length", topk_length, "s_q", sizes, device)
+    check_bf16_out(OP, out, f"s_q h_q {D_V}", sizes, device)

@@ -22,6 +22,7 @@ from mlacast.compat.flash_mla._checks import (
 from mlacast.compat.flash_mla._paged_decode import OP, dense_decode, sparse_decode
 from mlacast.compat.flash_mla.metadata import FlashMLASchedMeta
 from mlacast.errors import check_type, fail
+from mlacast.ops.known_calls import PUBLIC
 
 
 def flash_mla_with_kvcache(
@@ -89,35 +90,30 @@ def flash_mla_with_kvcache(
             metadata belong to other shapes; nothing has been written.
         UnsupportedError: No backend covers the call.
     """
-    check_tensors(OP, q=q, k_cache=k_cache)
-    check_optional_tensors(
-        OP,
-        block_table=block_table,
-        cache_seqlens=cache_seqlens,
-        indices=indices,
-        attn_sink=attn_sink,
-        extra_k_cache=extra_k_cache,
-        extra_indices_in_kvcache=extra_indices_in_kvcache,
-        topk_length=topk_length,
-        extra_topk_length=extra_topk_length,
-        out=out,
+    values = (
+        q,
+        k_cache,
+        block_table,
+        cache_seqlens,
+        head_dim_v,
+        tile_scheduler_metadata,
+        num_splits,
+        softmax_scale,
+        causal,
+        is_fp8_kvcache,
+        indices,
+        attn_sink,
+        extra_k_cache,
+        extra_indices_in_kvcache,
+        topk_length,
+        extra_topk_length,
+        out,
     )
-    check_integers(OP, head_dim_v=head_dim_v)
-    check_flags(OP, causal=causal, is_fp8_kvcache=is_fp8_kvcache)
+    PUBLIC.check_once(OP, _check, values)
     metadata = tile_scheduler_metadata
-    wanted = "a FlashMLASchedMeta from get_mla_metadata"
-    check_type(OP, "tile_scheduler_metadata", metadata, FlashMLASchedMeta, wanted)
-    if num_splits is not None:
-        fail(OP, "num_splits", "be None", type(num_splits).__name__)
-    check_d_v(OP, "head_dim_v", head_dim_v)
-    sizes: dict[str, Any] = {}
-    check_query(OP, q, "b s_q h_q d_qk", sizes)
+    sizes: dict[str, Any] = dict(zip(("b", "s_q", "h_q", "d_qk"), q.shape, strict=True))
     if softmax_scale is None:
         softmax_scale = sizes["d_qk"] ** -0.5
-    check_numbers(OP, softmax_scale=softmax_scale)
-    check_scale(OP, "softmax_scale", softmax_scale)
-    check_sink(OP, attn_sink, sizes, q.device)
-    check_bf16_out(OP, out, f"b s_q h_q {D_V}", sizes, q.device)
     if indices is None:
         for name, value in (
             ("extra_k_cache", extra_k_cache),
@@ -161,3 +157,53 @@ def flash_mla_with_kvcache(
         out=out,
         sizes=sizes,
     )
+
+
+def _check(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: FlashMLASchedMeta,
+    num_splits: None,
+    softmax_scale: float | None,
+    causal: bool,
+    is_fp8_kvcache: bool,
+    indices: torch.Tensor | None,
+    attn_sink: torch.Tensor | None,
+    extra_k_cache: torch.Tensor | None,
+    extra_indices_in_kvcache: torch.Tensor | None,
+    topk_length: torch.Tensor | None,
+    extra_topk_length: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> None:
+    """Check what both modes share; each checks its own arguments besides."""
+    check_tensors(OP, q=q, k_cache=k_cache)
+    check_optional_tensors(
+        OP,
+        block_table=block_table,
+        cache_seqlens=cache_seqlens,
+        indices=indices,
+        attn_sink=attn_sink,
+        extra_k_cache=extra_k_cache,
+        extra_indices_in_kvcache=extra_indices_in_kvcache,
+        topk_length=topk_length,
+        extra_topk_length=extra_topk_length,
+        out=out,
+    )
+    check_integers(OP, head_dim_v=head_dim_v)
+    check_flags(OP, causal=causal, is_fp8_kvcache=is_fp8_kvcache)
+    wanted = "a FlashMLASchedMeta from get_mla_metadata"
+    check_type(OP, "tile_scheduler_metadata", tile_scheduler_metadata, FlashMLASchedMeta, wanted)
+    if num_splits is not None:
+        fail(OP, "num_splits", "be None", type(num_splits).__name__)
+    check_d_v(OP, "head_dim_v", head_dim_v)
+    sizes: dict[str, Any] = {}
+    check_query(OP, q, "b s_q h_q d_qk", sizes)
+    if softmax_scale is None:
+        softmax_scale = sizes["d_qk"] ** -0.5
+    check_numbers(OP, softmax_scale=softmax_scale)
+    check_scale(OP, "softmax_scale", softmax_scale)
+    check_sink(OP, attn_sink, sizes, q.device)
+    check_bf16_out(OP, out, f"b s_q h_q {D_V}", sizes, q.device)

@@ -8,10 +8,11 @@ from contextlib import AbstractContextManager
 import torch
 
 
-def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Make the tensor's device current for a launch; CPU tensors (interpreter) need nothing."""
-    if tensor.device.type == "cpu":
+def on_device_of(place: torch.Tensor | torch.device) -> AbstractContextManager[object]:
+    """Make a device, or a tensor's, current for a launch; the CPU (interpreter) needs nothing."""
+    target = place if isinstance(place, torch.device) else place.device
+    if target.type == "cpu":
         return contextlib.nullcontext()
-    module = getattr(torch, tensor.device.type)
-    device: AbstractContextManager[object] = module.device(tensor.device)
+    module = getattr(torch, target.type)
+    device: AbstractContextManager[object] = module.device(target)
     return device

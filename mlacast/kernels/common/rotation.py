@@ -46,15 +46,22 @@ def partner_column(d, D: tl.constexpr, HALF_PAIRING: tl.constexpr):
 
 @triton.jit
 def rotate_back_last_64(
-    x, table_ptr, stride_table, table_row, BLOCK_H: tl.constexpr, HALF_PAIRING: tl.constexpr
+    x,
+    table_ptr,
+    stride_table,
+    table_row,
+    BLOCK_H: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HALF_PAIRING: tl.constexpr,
 ):
-    """Rotate the last 64 columns of ``x [BLOCK_H, 512]`` by the negative angle of a table row.
+    """Rotate the last 64 columns of ``x [BLOCK_H, WIDTH]`` by the negative angle of a table row.
 
-    The 64 columns are taken out, rotated and put back: cosines for all 512 columns would cost a
+    The 64 columns are taken out, rotated and put back: cosines for all columns would cost a
     thread hundreds of registers.
     """
-    blocks = tl.reshape(x, (BLOCK_H, 8, 64))
-    is_rope = (tl.arange(0, 8) == 7)[None, :, None]
+    LAST: tl.constexpr = WIDTH // 64 - 1
+    blocks = tl.reshape(x, (BLOCK_H, LAST + 1, 64))
+    is_rope = (tl.arange(0, LAST + 1) == LAST)[None, :, None]
     # -0.0 is the identity of addition: the sum over blocks returns the last one bit for bit.
     rope = tl.sum(tl.where(is_rope, blocks, -0.0), 1)
     pair = tl.arange(0, 32)
@@ -69,4 +76,4 @@ def rotate_back_last_64(
     if HALF_PAIRING:
         rotated = tl.permute(rotated, (0, 2, 1))
     rotated = tl.reshape(rotated, (BLOCK_H, 1, 64))
-    return tl.reshape(tl.where(is_rope, rotated, blocks), (BLOCK_H, 512))
+    return tl.reshape(tl.where(is_rope, rotated, blocks), (BLOCK_H, WIDTH))

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from mlacast.kernels.common.numbers import decode_e4m3
 from mlacast.kernels.common.records import load_records, load_rope_tail
 from mlacast.kernels.common.rotation import load_rotated, partner_column, rotate_back_last_64
 
@@ -18,6 +19,16 @@ def _query_offsets(head, d, stride_q_head, num_heads, CHUNK16: tl.constexpr):
     else:
         offsets = head.to(tl.int64)[:, None] * stride_q_head + d[None, :]
     return offsets
+
+
+@triton.jit
+def _load_plain(ptr, offsets, mask):
+    """Load a tile in the dtype of memory; e4m3 codes (bytes) become float16, which holds each."""
+    if ptr.dtype.element_ty == tl.uint8:
+        x = decode_e4m3(tl.load(ptr + offsets, mask=mask, other=0)).to(tl.float16)
+    else:
+        x = tl.load(ptr + offsets, mask=mask, other=0.0)
+    return x
 
 
 @triton.jit
@@ -44,7 +55,8 @@ def load_query(
 
     Returns:
         The first 512 dimensions [BLOCK_H, 512] and the last 64 [BLOCK_H, 64] (of a 576-wide query;
-        else a repeat nobody reads), in the query's dtype, and the base-2 score scale [BLOCK_H].
+        else zeros nobody reads), in the query's dtype (float16 for e4m3 codes, which come without
+        norm and rotation), and the base-2 score scale [BLOCK_H].
     """
     head = head_start + tl.arange(0, BLOCK_H)
     d = tl.arange(0, 512)
@@ -65,13 +77,13 @@ def load_query(
             HALF_PAIRING,
         )
     else:
-        q = tl.load(base + offsets, mask=mask, other=0.0)
+        q = _load_plain(base, offsets, mask)
     scale = tl.full((BLOCK_H,), 0.0, tl.float32) + sm_scale * LOG2_E
     if HAS_NORM:
         # The norm is that of the un-rotated query.
         raw = tl.load(base + offsets, mask=mask, other=0.0).to(tl.float32)
         scale *= tl.rsqrt(tl.sum(raw * raw, 1) / 512.0 + eps)
-    tail = tl.zeros((BLOCK_H, 64), q_ptr.dtype.element_ty)
+    tail = tl.zeros((BLOCK_H, 64), q.dtype)
     if D_QK == 576:
         tail_d = tl.arange(0, 64)
         tail_mask = (head < num_heads)[:, None] & (tail_d >= 0)[None, :]
@@ -91,8 +103,62 @@ def load_query(
                 HALF_PAIRING,
             )
         else:
-            tail = tl.load(base + tail_offsets, mask=tail_mask, other=0.0)
+            tail = _load_plain(base, tail_offsets, tail_mask)
     return q, tail, scale
+
+
+@triton.jit
+def attend_block(
+    q,
+    q_tail,
+    score_scale,
+    acc,
+    running_max,
+    running_sum,
+    cache_ptr,
+    stride_page,
+    stride_token,
+    page,
+    offset,
+    page_size,
+    valid,
+    FORMAT: tl.constexpr,
+    INLINE: tl.constexpr,
+    D_QK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Fold the tokens at ``page``, ``offset`` [BLOCK_N] int64 into the softmax state.
+
+    ``acc`` is [BLOCK_H, 512] float32, un-normalised; ``running_max`` (base 2) and ``running_sum``
+    [BLOCK_H] belong to it. Tokens that are not ``valid`` are not read.
+    """
+    k = load_records(
+        cache_ptr,
+        stride_page,
+        stride_token,
+        page,
+        offset,
+        page_size,
+        valid,
+        FORMAT,
+        INLINE,
+        BLOCK_N,
+    ).to(q.dtype)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if D_QK == 576:
+        k_tail = load_rope_tail(
+            cache_ptr, stride_page, stride_token, page, offset, valid, FORMAT
+        ).to(q.dtype)
+        scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision="ieee")
+    scores = tl.where(valid[None, :], scores * score_scale[:, None], -float("inf"))
+    new_max = tl.maximum(running_max, tl.max(scores, 1))
+    # -inf - -inf is NaN: shift by 0 while nothing valid has been seen.
+    shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+    alpha = tl.exp2(running_max - shift)
+    weights = tl.exp2(scores - shift[:, None])
+    running_sum = running_sum * alpha + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(q.dtype), k, acc * alpha[:, None], input_precision="ieee")
+    return acc, new_max, running_sum
 
 
 @triton.jit
@@ -119,8 +185,7 @@ def attend_pool(
 ):
     """Fold blocks ``first_block``.. below ``last_block`` of one index row into the softmax state.
 
-    ``acc`` is [BLOCK_H, 512] float32, un-normalised; ``running_max`` (base 2) and ``running_sum``
-    [BLOCK_H] belong to it. ``indices_ptr`` is the first entry of the row; entries at or past
+    State as in ``attend_block``. ``indices_ptr`` is the first entry of the row; entries at or past
     ``length`` are not read.
     """
     lane = tl.arange(0, BLOCK_N)
@@ -130,34 +195,25 @@ def attend_pool(
         valid = (slot >= 0) & (slot < num_slots)
         slot = tl.where(valid, slot, 0).to(tl.int64)
         page = slot // page_size
-        offset = slot - page * page_size
-        k = load_records(
+        acc, running_max, running_sum = attend_block(
+            q,
+            q_tail,
+            score_scale,
+            acc,
+            running_max,
+            running_sum,
             cache_ptr,
             stride_page,
             stride_token,
             page,
-            offset,
+            slot - page * page_size,
             page_size,
             valid,
             FORMAT,
             INLINE,
+            D_QK,
             BLOCK_N,
-        ).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if D_QK == 576:
-            k_tail = load_rope_tail(
-                cache_ptr, stride_page, stride_token, page, offset, valid, FORMAT
-            ).to(q.dtype)
-            scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision="ieee")
-        scores = tl.where(valid[None, :], scores * score_scale[:, None], -float("inf"))
-        new_max = tl.maximum(running_max, tl.max(scores, 1))
-        # -inf - -inf is NaN: shift by 0 while nothing valid has been seen.
-        shift = tl.where(new_max == -float("inf"), 0.0, new_max)
-        alpha = tl.exp2(running_max - shift)
-        weights = tl.exp2(scores - shift[:, None])
-        running_sum = running_sum * alpha + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(q.dtype), k, acc * alpha[:, None], input_precision="ieee")
-        running_max = new_max
+        )
     return acc, running_max, running_sum
 
 
@@ -172,15 +228,17 @@ def finish_rows(
     table_ptr,
     stride_table,
     table_row,
+    first,
     BLOCK_H: tl.constexpr,
+    WIDTH: tl.constexpr,
     HAS_SINK: tl.constexpr,
     ROTATE_BACK: tl.constexpr,
     HALF_PAIRING: tl.constexpr,
 ):
-    """Normalise, apply the sink, rotate back.
+    """Normalise, apply the sink, rotate back dimensions ``first``.. [BLOCK_H, WIDTH] of 512.
 
     Returns:
-        out [BLOCK_H, 512] (zeros for a row without keys), lse and the largest logit [BLOCK_H],
+        out [BLOCK_H, WIDTH] (zeros for a row without keys), lse and the largest logit [BLOCK_H],
         natural units, -inf for a row without keys.
     """
     empty = running_sum == 0.0
@@ -196,9 +254,10 @@ def finish_rows(
         factor = tl.where(sink == float("inf"), 0.0, factor / (1.0 + tl.exp(shifted)))
     # where, not a product with 0: an all-masked accumulator may hold NaN from an infinite value.
     out = tl.where((factor == 0.0)[:, None], 0.0, acc * factor[:, None])
-    if ROTATE_BACK:
-        rotated = rotate_back_last_64(
-            out, table_ptr, stride_table, table_row, BLOCK_H, HALF_PAIRING
-        )
-        out = tl.where(empty[:, None], 0.0, rotated)
+    if ROTATE_BACK:  # noqa: SIM102 - decided while compiling, the other while running
+        if first + WIDTH == 512:
+            rotated = rotate_back_last_64(
+                out, table_ptr, stride_table, table_row, BLOCK_H, WIDTH, HALF_PAIRING
+            )
+            out = tl.where(empty[:, None], 0.0, rotated)
     return out, lse, max_logits

@@ -1,7 +1,8 @@
-"""The storing epilogue: float32 rows [BLOCK_H, 512] into a buffer of any output format.
+"""The storing epilogue: float32 rows [BLOCK_H, WIDTH] into a buffer of any output format.
 
-A program holds whole heads of one token. Codes and scale bytes have one writer each; the program of
-the buffer's last token also zeroes the padding of the scale columns that it writes.
+A program holds whole heads of one token, or WIDTH dimensions of them. Codes and scale bytes have
+one writer each; the program of the buffer's last token also zeroes the padding of the scale columns
+that it writes.
 """
 
 import triton
@@ -96,7 +97,9 @@ def store_output(
     scale_ptr,
     absolute_row,
     padding_rows,
+    first,
     BLOCK_H: tl.constexpr,
+    WIDTH: tl.constexpr,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
     F: tl.constexpr,
@@ -104,15 +107,16 @@ def store_output(
     AMAX_FLOOR: tl.constexpr,
     SF_COLUMN_TILES: tl.constexpr,
 ):
-    """Quantise and store heads ``head_start``.. of token ``row``.
+    """Quantise and store dimensions ``first``.. of heads ``head_start``.. of token ``row``.
 
-    ``out`` is [BLOCK_H, 512] float32; heads at or past ``num_heads`` are not stored. ``row``, an
-    int64, counts in the token range, ``absolute_row`` in the whole buffer. ``padding_rows`` rows of
-    scales after this one are zeroed: 0 except for the buffer's last token. GROUP elements share a
+    ``out`` is [BLOCK_H, WIDTH] float32, ``first`` a multiple of WIDTH; heads at or past
+    ``num_heads`` are not stored. ``row``, an int64, counts in the token range, ``absolute_row`` in
+    the whole buffer. ``padding_rows`` rows of scales after this one are zeroed: 0 except for the
+    buffer's last token. GROUP elements share a
     scale, F features make an output group.
     """
     head = head_start + tl.arange(0, BLOCK_H)
-    d = tl.arange(0, 512)
+    d = first + tl.arange(0, WIDTH)
     mask = (head < num_heads)[:, None] & (d >= 0)[None, :]
     group, position = _positions(head[:, None], d[None, :], F, CHUNK32)
     data = data_ptr + row * stride_data_token + group.to(tl.int64) * stride_data_group
@@ -122,12 +126,12 @@ def store_output(
         inverse = tl.math.div_rn(1.0, tl.load(scale_ptr))
         tl.store(data + position, encode_e4m3(out * inverse).to(tl.uint8), mask=mask)
     else:
-        blocks: tl.constexpr = 512 // GROUP
+        blocks: tl.constexpr = WIDTH // GROUP
         grouped = tl.reshape(out, (BLOCK_H, blocks, GROUP))
         amax = tl.max(tl.abs(grouped), 2)
         # max drops a NaN; a group with one is all NaN.
         has_nan = tl.max((grouped != grouped).to(tl.int32), 2) != 0
-        block = tl.arange(0, blocks)
+        block = first // GROUP + tl.arange(0, blocks)
         scale_mask = (head < num_heads)[:, None] & (block >= 0)[None, :]
         scale_group, scale_position = _positions(head[:, None], block[None, :] * GROUP, F, CHUNK32)
         scale_index = scale_position // GROUP
@@ -145,8 +149,8 @@ def store_output(
             dead = tl.expand_dims((sf == 0).to(tl.int32), 2) != 0
             codes = tl.where(dead, 0, codes)
             codes = tl.where(tl.expand_dims(has_nan.to(tl.int32), 2) != 0, 0x7, codes)
-            low, high = tl.split(tl.reshape(codes, (BLOCK_H, 256, 2)))
-            half = tl.arange(0, 256)
+            low, high = tl.split(tl.reshape(codes, (BLOCK_H, WIDTH // 2, 2)))
+            half = first // 2 + tl.arange(0, WIDTH // 2)
             pair_group, pair_position = _positions(head[:, None], 2 * half[None, :], F, CHUNK32)
             pairs = data_ptr + row * stride_data_token + pair_group.to(tl.int64) * stride_data_group
             pair_mask = (head < num_heads)[:, None] & (half >= 0)[None, :]
@@ -179,7 +183,7 @@ def store_output(
                 ratio = grouped * tl.expand_dims(inverse_bits.to(tl.float32, bitcast=True), 2)
             codes = encode_e4m3(ratio)
             codes = tl.where(tl.expand_dims(has_nan.to(tl.int32), 2) != 0, 0x7F, codes)
-            codes = tl.reshape(codes, (BLOCK_H, 512))
+            codes = tl.reshape(codes, (BLOCK_H, WIDTH))
             tl.store(data + position, codes.to(tl.uint8), mask=mask)
             _store_scale(
                 sf_ptr,

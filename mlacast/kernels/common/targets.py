@@ -15,9 +15,13 @@ _BLOCK_KINDS = {"float32": 2, "float32_pow2": 3, "ue8m0_packed": 4}
 
 @dataclass(frozen=True)
 class StoreTarget:
-    """Arguments of ``store_output``, split into tensors, numbers and compile-time values."""
+    """Arguments of ``store_output``, split into tensors, numbers and compile-time values.
+
+    ``bases`` names, for each tensor, the part of the buffer in which it lies.
+    """
 
     tensors: dict[str, torch.Tensor]
+    bases: dict[str, torch.Tensor]
     numbers: dict[str, int]
     constants: dict[str, Any]
 
@@ -37,18 +41,20 @@ def store_target(out: QuantizedTensor) -> StoreTarget:
     """
     data, sf, fmt = out.data, out.sf, out.format
     swizzled = isinstance(fmt, Nvfp4)
+    owned = out.sf_rows_with_padding()
     padding_rows = 0
-    if sf is not None and out.ends_buffer and out.num_tokens:
-        if swizzled:
-            padding_rows = sf.shape[0] - out.total_tokens
-        else:
-            padded = out.sf_rows_with_padding()
-            padding_rows = (sf if padded is None else padded).shape[0] - out.num_tokens
+    if owned is not None and out.ends_buffer and out.num_tokens:
+        padding_rows = owned.shape[0] - (out.total_tokens if swizzled else out.num_tokens)
     scale = fmt.scale_tensor(data.device)
     return StoreTarget(
         tensors={
             "data_ptr": data if isinstance(fmt, Bf16) else data.view(torch.uint8),
             "sf_ptr": data if sf is None else sf.view(torch.uint8) if swizzled else sf,
+            "scale_ptr": data if scale is None else scale,
+        },
+        bases={
+            "data_ptr": data,
+            "sf_ptr": data if owned is None else owned,
             "scale_ptr": data if scale is None else scale,
         },
         numbers={

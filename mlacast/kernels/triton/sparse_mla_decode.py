@@ -17,7 +17,8 @@ from mlacast.kernels.common.combine_splits import (
     combine_splits,
     split_scratch,
 )
-from mlacast.kernels.common.device import on_device_of
+from mlacast.kernels.common.decode_arguments import RECORDS, number_and_tensor, query_operand
+from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.sparse_attention import attend_pool, finish_rows, load_query
 from mlacast.kernels.common.store import store_output
 from mlacast.kernels.common.targets import store_target
@@ -53,6 +54,8 @@ _UNALIGNED = [
     "length_ptr",
     "extra_indices_ptr",
     "extra_length_ptr",
+    "sm_scale_ptr",
+    "v_scale_ptr",
     *UNALIGNED_IN_EPILOGUE,
 ]
 
@@ -107,9 +110,15 @@ def _sparse_mla_decode_kernel(
     num_splits,
     eps,
     sm_scale,
+    v_scale,
+    sm_scale_ptr,
+    v_scale_ptr,
+    HAS_SM_SCALE: tl.constexpr,
+    HAS_V_SCALE: tl.constexpr,
     D_QK: tl.constexpr,
     CHUNK16: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    ROTATE_QUERY: tl.constexpr,
     HAS_ROPE: tl.constexpr,
     HALF_PAIRING: tl.constexpr,
     HAS_SINK: tl.constexpr,
@@ -156,6 +165,10 @@ def _sparse_mla_decode_kernel(
     if HAS_ROPE:
         position = tl.load(positions_ptr + token * stride_positions).to(tl.int64)
         table_row = tl.minimum(tl.maximum(position, 0), table_rows - 1)
+    if HAS_SM_SCALE:
+        sm_scale = tl.load(sm_scale_ptr)
+    if HAS_V_SCALE:
+        v_scale = tl.load(v_scale_ptr)
     q, q_tail, score_scale = load_query(
         q_ptr,
         stride_q_token,
@@ -172,7 +185,7 @@ def _sparse_mla_decode_kernel(
         D_QK,
         CHUNK16,
         HAS_NORM,
-        HAS_ROPE,
+        ROTATE_QUERY,
         HALF_PAIRING,
     )
     acc, running_max, running_sum = attend_pool(
@@ -218,6 +231,8 @@ def _sparse_mla_decode_kernel(
             D_QK,
             BLOCK_N,
         )
+    # The merge of splits is linear in their outputs.
+    acc *= v_scale
     head = head_start + tl.arange(0, BLOCK_H)
     if IS_SPLIT:
         row = (split * num_tokens + token) * num_heads + head
@@ -237,7 +252,9 @@ def _sparse_mla_decode_kernel(
             table_ptr,
             stride_table,
             table_row,
+            0,
             BLOCK_H,
+            512,
             HAS_SINK,
             HAS_ROPE and D_QK == 512,
             HALF_PAIRING,
@@ -258,7 +275,9 @@ def _sparse_mla_decode_kernel(
             scale_ptr,
             row_start + token,
             tl.where(token == num_tokens - 1, padding_rows, 0),
+            0,
             BLOCK_H,
+            512,
             KIND,
             GROUP,
             F,
@@ -269,11 +288,15 @@ def _sparse_mla_decode_kernel(
 
 
 def _pool_arguments(
-    kv_format: KvFormat, cache: torch.Tensor, indices: torch.Tensor, lengths: torch.Tensor | None
+    launches: Launches,
+    kv_format: KvFormat,
+    cache: torch.Tensor,
+    indices: torch.Tensor,
+    lengths: torch.Tensor | None,
 ) -> list[Any]:
     """One pool as kernel arguments, cache to length stride."""
     rows = kv_format.name == "BF16"
-    flat = cache if rows else cache.view(torch.uint8)
+    flat = cache if rows else launches.inside(cache, cache.view(torch.uint8))
     return [
         flat,
         flat.stride(0),
@@ -288,26 +311,13 @@ def _pool_arguments(
     ]
 
 
-_RECORDS = {
-    "BF16": "rows",
-    "FP8": "fp8",
-    "V32": "v32",
-    "V4": "v4",
-    "V41": "v41",
-    "V41_INLINE": "v41",
-    "V41_FP4": "v41_fp4",
-    "V41_FP4_INLINE": "v41_fp4",
-    "NVFP4_384": "nvfp4_384",
-}
-
-
 def launch_sparse_mla_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     indices: torch.Tensor,
     *,
     kv_format: KvFormat,
-    sm_scale: float,
+    sm_scale: float | torch.Tensor,
     topk_length: torch.Tensor | None,
     extra_k_cache: torch.Tensor | None,
     extra_indices: torch.Tensor | None,
@@ -320,22 +330,24 @@ def launch_sparse_mla_decode(
     num_splits: int | None,
     batch_invariant: bool,
     workspace: torch.Tensor | None,
+    v_scale: float | torch.Tensor = 1.0,
     out: QuantizedTensor,
     lse: torch.Tensor,
-) -> None:
+) -> Launches:
     """Fill ``out`` and ``lse``; arguments as in ``mlacast.sparse_mla_decode``."""
     num_tokens, num_heads, d_qk = q.shape
     target = store_target(out)
+    launches = Launches(q.device, target)
     config = tile_config(num_heads)
     programs = num_tokens * triton.cdiv(num_heads, config.block_h)
-    pool = _pool_arguments(kv_format, k_cache, indices, topk_length)
+    pool = _pool_arguments(launches, kv_format, k_cache, indices, topk_length)
     extra_pool, extra_format = pool, kv_format
     width = indices.shape[1]
     has_extra = False
     if extra_k_cache is not None and extra_indices is not None and extra_kv_format is not None:
         has_extra, extra_format = True, extra_kv_format
         extra_pool = _pool_arguments(
-            extra_kv_format, extra_k_cache, extra_indices, extra_topk_length
+            launches, extra_kv_format, extra_k_cache, extra_indices, extra_topk_length
         )
         width += extra_indices.shape[1]
     splits = num_splits or choose_num_splits(
@@ -345,7 +357,7 @@ def launch_sparse_mla_decode(
     splits = min(splits, max(triton.cdiv(width, config.block_n), 2))
     partials: list[torch.Tensor] = [lse, lse, lse]
     if splits > 1:
-        partials = split_scratch(splits * num_tokens * num_heads, workspace, q.device)
+        partials = split_scratch(splits * num_tokens * num_heads, workspace, launches)
     rope_arguments = [
         lse if attn_sink is None else attn_sink,
         lse if rope is None else rope.cos_sin_cache,
@@ -360,42 +372,52 @@ def launch_sparse_mla_decode(
         "HALF_PAIRING": rope is not None and rope.pairing == "half",
         "HAS_SINK": attn_sink is not None,
     }
-    with on_device_of(q):
-        _sparse_mla_decode_kernel[(programs, splits)](
-            q,
-            q.stride(0),
-            q.stride(1),
-            *pool,
-            *extra_pool,
-            *rope_arguments,
-            *partials,
-            *target.tensors.values(),
-            *target.numbers.values(),
-            num_tokens,
-            num_heads,
-            splits,
-            q_norm_eps or 0.0,
-            sm_scale,
-            D_QK=d_qk,
-            CHUNK16=q_order == "chunk16",
-            HAS_NORM=q_norm_eps is not None,
-            HAS_LENGTH=topk_length is not None,
-            FORMAT=_RECORDS[kv_format.name],
-            INLINE=kv_format.placement == "inline",
-            HAS_EXTRA=has_extra,
-            HAS_EXTRA_LENGTH=extra_topk_length is not None,
-            EXTRA_FORMAT=_RECORDS[extra_format.name],
-            EXTRA_INLINE=extra_format.placement == "inline",
-            IS_SPLIT=splits > 1,
-            BLOCK_H=config.block_h,
-            BLOCK_N=config.block_n,
-            **flags,
-            **target.constants,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            enable_fp_fusion=False,
+    sm_scale, sm_scale_tensor = number_and_tensor(sm_scale, lse)
+    v_scale, v_scale_tensor = number_and_tensor(v_scale, lse)
+    launches.launch(
+        _sparse_mla_decode_kernel,
+        (programs, splits),
+        launches.inside(q, query_operand(q)),
+        q.stride(0),
+        q.stride(1),
+        *pool,
+        *extra_pool,
+        *rope_arguments,
+        *partials,
+        *target.tensors.values(),
+        *target.numbers.values(),
+        num_tokens,
+        num_heads,
+        splits,
+        q_norm_eps or 0.0,
+        sm_scale,
+        v_scale,
+        sm_scale_tensor,
+        v_scale_tensor,
+        HAS_SM_SCALE=sm_scale_tensor is not lse,
+        HAS_V_SCALE=v_scale_tensor is not lse,
+        D_QK=d_qk,
+        CHUNK16=q_order == "chunk16",
+        HAS_NORM=q_norm_eps is not None,
+        ROTATE_QUERY=rope is not None and rope.rotate_query,
+        HAS_LENGTH=topk_length is not None,
+        FORMAT=RECORDS[kv_format.name],
+        INLINE=kv_format.placement == "inline",
+        HAS_EXTRA=has_extra,
+        HAS_EXTRA_LENGTH=extra_topk_length is not None,
+        EXTRA_FORMAT=RECORDS[extra_format.name],
+        EXTRA_INLINE=extra_format.placement == "inline",
+        IS_SPLIT=splits > 1,
+        BLOCK_H=config.block_h,
+        BLOCK_N=config.block_n,
+        **flags,
+        **target.constants,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        enable_fp_fusion=False,
+    )
+    if splits > 1:
+        combine_splits(
+            launches, partials, rope_arguments, target, num_tokens, num_heads, splits, d_qk, **flags
         )
-        if splits > 1:
-            combine_splits(
-                partials, rope_arguments, target, num_tokens, num_heads, splits, d_qk, **flags
-            )
+    return launches

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.descriptors.rope import Rope
-from mlacast.kernels.common.device import on_device_of
+from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.sparse_attention import attend_pool, finish_rows, load_query
 from mlacast.kernels.common.store import store_output
 from mlacast.kernels.common.targets import store_target
@@ -158,7 +158,9 @@ def _sparse_mla_prefill_kernel(
         table_ptr,
         stride_table,
         table_row,
+        0,
         BLOCK_H,
+        512,
         HAS_SINK,
         HAS_ROPE and D_QK == 512,
         HALF_PAIRING,
@@ -181,7 +183,9 @@ def _sparse_mla_prefill_kernel(
         scale_ptr,
         row_start + token,
         tl.where(token == num_tokens - 1, padding_rows, 0),
+        0,
         BLOCK_H,
+        512,
         KIND,
         GROUP,
         F,
@@ -205,50 +209,53 @@ def launch_sparse_mla_prefill(
     out: QuantizedTensor,
     max_logits: torch.Tensor,
     lse: torch.Tensor,
-) -> None:
+) -> Launches:
     """Fill ``out``, ``max_logits`` and ``lse``; arguments as in ``mlacast.sparse_mla_prefill``."""
     num_tokens, num_heads, d_qk = q.shape
     target = store_target(out)
     config = tile_config(num_heads)
     grid = (num_tokens * triton.cdiv(num_heads, config.block_h),)
-    with on_device_of(q):
-        _sparse_mla_prefill_kernel[grid](
-            q,
-            q.stride(0),
-            q.stride(1),
-            kv,
-            kv.stride(0),
-            kv.shape[0],
-            indices,
-            indices.stride(0),
-            indices.shape[1],
-            indices if topk_length is None else topk_length,
-            0 if topk_length is None else topk_length.stride(0),
-            lse if attn_sink is None else attn_sink,
-            lse if rope is None else rope.cos_sin_cache,
-            0 if rope is None else rope.cos_sin_cache.stride(0),
-            0 if rope is None else rope.cos_sin_cache.shape[0],
-            indices if rope is None else rope.positions,
-            0 if rope is None else rope.positions.stride(0),
-            max_logits,
-            lse,
-            *target.tensors.values(),
-            *target.numbers.values(),
-            num_tokens,
-            num_heads,
-            q_norm_eps or 0.0,
-            sm_scale,
-            D_QK=d_qk,
-            CHUNK16=q_order == "chunk16",
-            HAS_NORM=q_norm_eps is not None,
-            HAS_ROPE=rope is not None,
-            HALF_PAIRING=rope is not None and rope.pairing == "half",
-            HAS_SINK=attn_sink is not None,
-            HAS_LENGTH=topk_length is not None,
-            BLOCK_H=config.block_h,
-            BLOCK_N=config.block_n,
-            **target.constants,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            enable_fp_fusion=False,
-        )
+    launches = Launches(q.device, target)
+    launches.launch(
+        _sparse_mla_prefill_kernel,
+        grid,
+        q,
+        q.stride(0),
+        q.stride(1),
+        kv,
+        kv.stride(0),
+        kv.shape[0],
+        indices,
+        indices.stride(0),
+        indices.shape[1],
+        indices if topk_length is None else topk_length,
+        0 if topk_length is None else topk_length.stride(0),
+        lse if attn_sink is None else attn_sink,
+        lse if rope is None else rope.cos_sin_cache,
+        0 if rope is None else rope.cos_sin_cache.stride(0),
+        0 if rope is None else rope.cos_sin_cache.shape[0],
+        indices if rope is None else rope.positions,
+        0 if rope is None else rope.positions.stride(0),
+        max_logits,
+        lse,
+        *target.tensors.values(),
+        *target.numbers.values(),
+        num_tokens,
+        num_heads,
+        q_norm_eps or 0.0,
+        sm_scale,
+        D_QK=d_qk,
+        CHUNK16=q_order == "chunk16",
+        HAS_NORM=q_norm_eps is not None,
+        HAS_ROPE=rope is not None,
+        HALF_PAIRING=rope is not None and rope.pairing == "half",
+        HAS_SINK=attn_sink is not None,
+        HAS_LENGTH=topk_length is not None,
+        BLOCK_H=config.block_h,
+        BLOCK_N=config.block_n,
+        **target.constants,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        enable_fp_fusion=False,
+    )
+    return launches

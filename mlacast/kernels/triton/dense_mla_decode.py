@@ -1,0 +1,315 @@
+"""Portable ``dense_mla_decode``: pages of each request in order, split-KV, one epilogue."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from mlacast.descriptors.kv_format import KvFormat
+from mlacast.descriptors.quantized_tensor import QuantizedTensor
+from mlacast.kernels.common.combine_splits import (
+    UNALIGNED_IN_EPILOGUE,
+    VARYING_IN_EPILOGUE,
+    combine_splits,
+    split_scratch,
+)
+from mlacast.kernels.common.decode_arguments import RECORDS, number_and_tensor, query_operand
+from mlacast.kernels.common.launch import Launches
+from mlacast.kernels.common.sparse_attention import attend_block, finish_rows, load_query
+from mlacast.kernels.common.store import store_output
+from mlacast.kernels.common.targets import store_target
+from mlacast.kernels.config.sparse_attention import choose_num_splits, tile_config
+
+# Counts and strides that vary while serving must not pick another variant of the kernel.
+_VARYING = [
+    "page_size",
+    "num_pages",
+    "stride_table",
+    "max_pages",
+    "stride_length",
+    "per_request",
+    *(name for name in VARYING_IN_EPILOGUE if name not in ("table_rows", "stride_positions")),
+]
+_UNALIGNED = [
+    "page_table_ptr",
+    "seq_lens_ptr",
+    "sm_scale_ptr",
+    "v_scale_ptr",
+    *(name for name in UNALIGNED_IN_EPILOGUE if name not in ("table_ptr", "positions_ptr")),
+]
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
+def _dense_mla_decode_kernel(
+    q_ptr,
+    stride_q_request,
+    stride_q_token,
+    stride_q_head,
+    cache_ptr,
+    stride_page,
+    stride_slot,
+    page_size,
+    num_pages,
+    page_table_ptr,
+    stride_table,
+    max_pages,
+    seq_lens_ptr,
+    stride_length,
+    per_request,
+    sink_ptr,
+    lse_ptr,
+    partial_out_ptr,
+    partial_max_ptr,
+    partial_sum_ptr,
+    data_ptr,
+    sf_ptr,
+    scale_ptr,
+    stride_data_token,
+    stride_data_group,
+    stride_sf_token,
+    stride_sf_group,
+    stride_sf_word,
+    row_start,
+    padding_rows,
+    num_tokens,
+    num_heads,
+    num_splits,
+    sm_scale,
+    v_scale,
+    sm_scale_ptr,
+    v_scale_ptr,
+    HAS_SM_SCALE: tl.constexpr,
+    HAS_V_SCALE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    D_QK: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    FORMAT: tl.constexpr,
+    INLINE: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    F: tl.constexpr,
+    CHUNK32: tl.constexpr,
+    AMAX_FLOOR: tl.constexpr,
+    SF_COLUMN_TILES: tl.constexpr,
+):
+    """One split of BLOCK_H heads of one token. Grid: (B * Q * ceil(h_q / BLOCK_H), num_splits).
+
+    The positions that the token sees are cut into ``num_splits`` equal runs of blocks. A split
+    leaves its un-normalised float32 state in the partial buffers; the only one (IS_SPLIT False)
+    goes through the epilogue at once.
+    """
+    head_blocks = tl.cdiv(num_heads, BLOCK_H)
+    token = (tl.program_id(0) // head_blocks).to(tl.int64)
+    head_start = (tl.program_id(0) % head_blocks) * BLOCK_H
+    split = tl.program_id(1)
+    request = token // per_request
+    within = token - request * per_request
+    length = tl.load(seq_lens_ptr + request * stride_length).to(tl.int64)
+    length = tl.minimum(tl.maximum(length, 0), max_pages.to(tl.int64) * page_size)
+    if CAUSAL:
+        length = tl.maximum(length - (per_request - 1 - within), 0)
+    total_blocks = tl.cdiv(length, BLOCK_N)
+    per_split = tl.cdiv(total_blocks, num_splits)
+    first = tl.minimum(split * per_split, total_blocks)
+    last = tl.minimum(first + per_split, total_blocks)
+    if HAS_SM_SCALE:
+        sm_scale = tl.load(sm_scale_ptr)
+    if HAS_V_SCALE:
+        v_scale = tl.load(v_scale_ptr)
+    q, q_tail, score_scale = load_query(
+        q_ptr + request * stride_q_request,
+        stride_q_token,
+        stride_q_head,
+        within,
+        head_start,
+        num_heads,
+        0.0,
+        sink_ptr,
+        0,
+        0,
+        sm_scale,
+        BLOCK_H,
+        D_QK,
+        False,
+        False,
+        False,
+        False,
+    )
+    acc = tl.zeros((BLOCK_H, 512), tl.float32)
+    running_max = tl.full((BLOCK_H,), -float("inf"), tl.float32)
+    running_sum = tl.zeros((BLOCK_H,), tl.float32)
+    lane = tl.arange(0, BLOCK_N)
+    table = page_table_ptr + request * stride_table
+    for block in range(first, last):
+        position = block * BLOCK_N + lane
+        entry = position // page_size
+        page = tl.load(table + entry, mask=position < length, other=-1)
+        valid = (page >= 0) & (page < num_pages)
+        page = tl.where(valid, page, 0).to(tl.int64)
+        acc, running_max, running_sum = attend_block(
+            q,
+            q_tail,
+            score_scale,
+            acc,
+            running_max,
+            running_sum,
+            cache_ptr,
+            stride_page,
+            stride_slot,
+            page,
+            (position - entry * page_size).to(tl.int64),
+            page_size,
+            valid,
+            FORMAT,
+            INLINE,
+            D_QK,
+            BLOCK_N,
+        )
+    # The merge of splits is linear in their outputs.
+    acc *= v_scale
+    head = head_start + tl.arange(0, BLOCK_H)
+    if IS_SPLIT:
+        row = (split * num_tokens + token) * num_heads + head
+        d = tl.arange(0, 512)
+        mask = (head < num_heads)[:, None] & (d >= 0)[None, :]
+        tl.store(partial_out_ptr + row[:, None] * 512 + d[None, :], acc, mask=mask)
+        tl.store(partial_max_ptr + row, running_max, mask=head < num_heads)
+        tl.store(partial_sum_ptr + row, running_sum, mask=head < num_heads)
+    else:
+        out, lse, _ = finish_rows(
+            acc,
+            running_max,
+            running_sum,
+            sink_ptr,
+            head_start,
+            num_heads,
+            sink_ptr,
+            0,
+            0,
+            0,
+            BLOCK_H,
+            512,
+            HAS_SINK,
+            False,
+            False,
+        )
+        tl.store(lse_ptr + token * num_heads + head, lse, mask=head < num_heads)
+        store_output(
+            out,
+            head_start,
+            num_heads,
+            token,
+            data_ptr,
+            stride_data_token,
+            stride_data_group,
+            sf_ptr,
+            stride_sf_token,
+            stride_sf_group,
+            stride_sf_word,
+            scale_ptr,
+            row_start + token,
+            tl.where(token == num_tokens - 1, padding_rows, 0),
+            0,
+            BLOCK_H,
+            512,
+            KIND,
+            GROUP,
+            F,
+            CHUNK32,
+            AMAX_FLOOR,
+            SF_COLUMN_TILES,
+        )
+
+
+def launch_dense_mla_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    kv_format: KvFormat,
+    sm_scale: float | torch.Tensor,
+    v_scale: float | torch.Tensor,
+    causal: bool,
+    attn_sink: torch.Tensor | None,
+    out: QuantizedTensor,
+    lse: torch.Tensor,
+    num_splits: int | None = None,
+) -> Launches:
+    """Fill ``out`` and ``lse``; arguments as in ``mlacast.dense_mla_decode``.
+
+    ``num_splits`` is chosen by shapes and the size of the GPU where it is None.
+    """
+    batch, per_request, num_heads, d_qk = q.shape
+    num_tokens = batch * per_request
+    target = store_target(out)
+    launches = Launches(q.device, target)
+    config = tile_config(num_heads)
+    programs = num_tokens * triton.cdiv(num_heads, config.block_h)
+    width = page_table.shape[1] * k_cache.shape[1]
+    splits = num_splits or choose_num_splits(programs, width, config.block_n, q.device, False)
+    partials: list[torch.Tensor] = [lse, lse, lse]
+    if splits > 1:
+        partials = split_scratch(splits * num_tokens * num_heads, None, launches)
+    sink = lse if attn_sink is None else attn_sink
+    is_rows = kv_format.name == "BF16"
+    cache = k_cache if is_rows else launches.inside(k_cache, k_cache.view(torch.uint8))
+    sm_scale, sm_scale_tensor = number_and_tensor(sm_scale, lse)
+    v_scale, v_scale_tensor = number_and_tensor(v_scale, lse)
+    launches.launch(
+        _dense_mla_decode_kernel,
+        (programs, splits),
+        launches.inside(q, query_operand(q)),
+        q.stride(0),
+        q.stride(1),
+        q.stride(2),
+        cache,
+        cache.stride(0),
+        cache.stride(1),
+        cache.shape[1],
+        cache.shape[0],
+        page_table,
+        page_table.stride(0),
+        page_table.shape[1],
+        seq_lens,
+        seq_lens.stride(0),
+        per_request,
+        sink,
+        lse,
+        *partials,
+        *target.tensors.values(),
+        *target.numbers.values(),
+        num_tokens,
+        num_heads,
+        splits,
+        sm_scale,
+        v_scale,
+        sm_scale_tensor,
+        v_scale_tensor,
+        HAS_SM_SCALE=sm_scale_tensor is not lse,
+        HAS_V_SCALE=v_scale_tensor is not lse,
+        CAUSAL=causal,
+        D_QK=d_qk,
+        HAS_SINK=attn_sink is not None,
+        FORMAT=RECORDS[kv_format.name],
+        INLINE=kv_format.placement == "inline",
+        IS_SPLIT=splits > 1,
+        BLOCK_H=config.block_h,
+        BLOCK_N=config.block_n,
+        **target.constants,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        enable_fp_fusion=False,
+    )
+    if splits > 1:
+        flags = {"HAS_ROPE": False, "HALF_PAIRING": False, "HAS_SINK": attn_sink is not None}
+        # Sink, then a table and positions that nothing reads, then lse.
+        rope_arguments = [sink, lse, 0, 0, seq_lens, 0, lse]
+        combine_splits(
+            launches, partials, rope_arguments, target, num_tokens, num_heads, splits, d_qk, **flags
+        )
+    return launches

@@ -1,0 +1,293 @@
+"""Portable ``kv_cache_append``: norm, rotation, encoding and the paged store in one launch.
+
+Of rows with the same slot the lowest wins, whatever order programs run in, so each row has to know
+whether a lower one names its slot. No table of owners is kept, which somebody would have to clear:
+a program of 16 rows looks through the slots before its own, and compares them with the lowest and
+the highest of its 16 only. Slots of a chunk of prefill are runs of neighbours, whose ranges do not
+meet; tiles of slots whose range does meet are compared with every row. At 8192 rows the longest
+look is 64 KB, read while the latents are on their way. The look grows with the square of the rows:
+by estimate it costs less than the latents up to some 30 000 rows in runs, half of that scattered.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from mlacast.descriptors.kv_format import KvFormat
+from mlacast.descriptors.rope import Rope
+from mlacast.kernels.common.device import on_device_of
+from mlacast.kernels.common.fp8_casts import as_bits, as_float32, has_fp8_casts, to_fp8
+from mlacast.kernels.common.record_places import flat_records, record_constants, record_places
+from mlacast.kernels.triton.kv_cache_append_encode import (
+    bf16_bytes,
+    bits_of,
+    encode_fp4,
+    encode_pow2,
+    rotate_pairs,
+    round_to_bf16,
+    sum_of_squares,
+    word_bytes,
+)
+
+# Up to so many rows small programs, so that all multiprocessors have some.
+_FEW_ROWS = 1024
+# Rows of a program, slots whose range is looked at together, and slots compared at a time.
+_SMALL = {"ROWS": 4, "TILE": 1024, "STEP": 128}
+_LARGE = {"ROWS": 16, "TILE": 2048, "STEP": 128}
+
+# Counts that vary while serving must not pick another variant of the kernel, nor must where a list
+# of numbers happens to start. Strides of rows and pages are those of a model and may: 16 bytes a
+# thread need to know that they are multiples of 16.
+_VARYING = ["page_size", "num_slots", "table_rows", "stride_positions", "num_rows"]
+_UNALIGNED = ["slots_ptr", "positions_ptr"]
+
+
+@triton.jit
+def _has_lower_twin(
+    slots_ptr,
+    stride_slots,
+    first,
+    slot,
+    valid,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """1 where a lower row names the same slot, else 0, for rows ``first``.. [ROWS].
+
+    Rows of this program are compared with each other, earlier ones by range first.
+    """
+    row = tl.arange(0, ROWS)
+    twin = (slot[:, None] == slot[None, :]) & (row[None, :] < row[:, None])
+    low = tl.min(tl.where(valid, slot, 0x7FFFFFFFFFFFFFFF))
+    high = tl.max(tl.where(valid, slot, -1))
+    found = tl.zeros((ROWS, STEP), tl.int32)
+    for start in range(0, first, TILE):
+        at = start + tl.arange(0, TILE)
+        other = tl.load(slots_ptr + at.to(tl.int64) * stride_slots, mask=at < first, other=-1)
+        if tl.max(((other >= low) & (other <= high)).to(tl.int32)) != 0:
+            for step in range(start, tl.minimum(start + TILE, first), STEP):
+                lower = step + tl.arange(0, STEP)
+                near = tl.load(
+                    slots_ptr + lower.to(tl.int64) * stride_slots, mask=lower < first, other=-1
+                ).to(tl.int64)
+                found |= (slot[:, None] == near[None, :]).to(tl.int32)
+    return tl.max(twin.to(tl.int32), 1) | tl.max(found, 1)
+
+
+@triton.jit
+def _store(cache_ptr, start, values, mask, last: tl.constexpr):
+    """Store the first ``last`` columns of ``values`` [ROWS, n] at ``start`` [ROWS]."""
+    columns = tl.arange(0, values.shape[1])
+    inside = mask[:, None] & (columns < last)[None, :]
+    tl.store(cache_ptr + start[:, None] + columns[None, :], values, mask=inside)
+
+
+@triton.jit
+def _store_scales(cache_ptr, start, scales, mask, used: tl.constexpr, last: tl.constexpr):
+    """Store ``last`` bytes of scales [ROWS, n], those from ``used`` on as zeros."""
+    columns = tl.arange(0, scales.shape[1])
+    padded = tl.where((columns < used)[None, :], scales, 0).to(tl.uint8)
+    _store(cache_ptr, start, padded, mask, last)
+
+
+@triton.jit
+def _store_dimensions(
+    x,
+    cache_ptr,
+    data,
+    scale,
+    write,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    RECORD: tl.constexpr,
+    IS_BF16: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Encode and store dimensions FIRST to LAST, the first ones of ``x`` [ROWS, C]."""
+    ROWS: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    COUNT: tl.constexpr = LAST - FIRST
+    if RECORD == "rows":
+        _store(cache_ptr, data + FIRST, bits_of(x, IS_BF16, NATIVE), write, COUNT)
+    elif RECORD == "fp8":
+        _store(cache_ptr, data + FIRST, to_fp8(x, False, NATIVE), write, COUNT)
+    elif RECORD == "v32":
+        codes, scales = encode_pow2(x, ROWS, C, 128, True, NATIVE)
+        _store(cache_ptr, data + FIRST, codes, write, COUNT)
+        words = word_bytes(scales, ROWS, C // 128)
+        _store(cache_ptr, data + (512 + FIRST // 32), words, write, COUNT // 32)
+    elif RECORD == "v4":
+        # The byte after the seven scales is padding, a zero.
+        codes, scales = encode_pow2(x, ROWS, C, 64, False, NATIVE)
+        _store(cache_ptr, data + FIRST, codes, write, COUNT)
+        _store_scales(cache_ptr, scale + FIRST // 64, scales, write, COUNT // 64, C // 64)
+    elif RECORD == "v41":
+        codes, scales = encode_pow2(x, ROWS, C, 32, False, NATIVE)
+        _store(cache_ptr, data + FIRST, codes, write, COUNT)
+        _store(cache_ptr, scale + FIRST // 32, scales.to(tl.uint8), write, COUNT // 32)
+    elif RECORD == "v41_fp4":
+        codes, scales = encode_fp4(x, ROWS, C, False, NATIVE)
+        _store(cache_ptr, data + FIRST // 2, codes, write, COUNT // 2)
+        _store(cache_ptr, scale + FIRST // 16, scales, write, COUNT // 16)
+    else:
+        tl.static_assert(RECORD == "nvfp4_384", "unknown record format")
+        # The four bytes after the 28 scales are padding, zeros.
+        codes, scales = encode_fp4(x, ROWS, C, True, NATIVE)
+        _store(cache_ptr, data + FIRST // 2, codes, write, COUNT // 2)
+        _store_scales(cache_ptr, scale + FIRST // 16, scales, write, COUNT // 16, C // 16)
+
+
+@triton.jit
+def _normed(
+    x, factor, weight_ptr, FIRST: tl.constexpr, HAS_WEIGHT: tl.constexpr, NATIVE: tl.constexpr
+):
+    """Dimensions FIRST.. of a normed row, rounded to bfloat16."""
+    x = x * factor[:, None]
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + FIRST + tl.arange(0, x.shape[1]))
+        x = x * as_float32(weight)[None, :]
+    return round_to_bf16(x, NATIVE)
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
+def _kv_cache_append_kernel(
+    latent_ptr,
+    stride_latent,
+    slots_ptr,
+    stride_slots,
+    cache_ptr,
+    stride_page,
+    page_size,
+    num_slots,
+    weight_ptr,
+    eps,
+    table_ptr,
+    stride_table,
+    table_rows,
+    positions_ptr,
+    stride_positions,
+    num_rows,
+    RECORD: tl.constexpr,
+    INLINE: tl.constexpr,
+    DATA: tl.constexpr,
+    SCALE: tl.constexpr,
+    D_QK: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_ROPE: tl.constexpr,
+    HALF_PAIRING: tl.constexpr,
+    NATIVE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Write ROWS rows. Grid: (ceil(num_rows / ROWS),).
+
+    The first 512 dimensions are encoded in two halves, for the sake of registers, and the last 64
+    on their own where they are kept, or rotated, apart from the others.
+    """
+    KEEPS_TAIL: tl.constexpr = RECORD == "v32" or RECORD == "v4" or RECORD == "nvfp4_384"
+    HAS_TAIL: tl.constexpr = D_QK == 576 or HAS_ROPE or KEEPS_TAIL
+    MAIN: tl.constexpr = D_QK - 64 if HAS_TAIL else 512
+    first = tl.program_id(0) * ROWS
+    row = first + tl.arange(0, ROWS)
+    exists = row < num_rows
+    row = row.to(tl.int64)
+    slot = tl.load(slots_ptr + row * stride_slots, mask=exists, other=-1).to(tl.int64)
+    # The latents are asked for before anything waits for slots.
+    d = tl.arange(0, 256)
+    latent = latent_ptr + (row * stride_latent)[:, None] + d[None, :]
+    mask = exists[:, None] & (d >= 0)[None, :]
+    raw_left = tl.load(latent, mask=mask)
+    raw_right = tl.load(latent + 256, mask=mask)
+    if HAS_TAIL:
+        t = tl.arange(0, 64)
+        tail = latent_ptr + (row * stride_latent)[:, None] + (D_QK - 64 + t)[None, :]
+        raw_tail = tl.load(tail, mask=exists[:, None] & (t >= 0)[None, :])
+    if HAS_ROPE:
+        position = tl.load(positions_ptr + row * stride_positions, mask=exists, other=0)
+        angle = tl.minimum(tl.maximum(position.to(tl.int64), 0), table_rows - 1) * stride_table
+        pair = tl.arange(0, 32)
+        angles = table_ptr + angle[:, None] + pair[None, :]
+        cos = tl.load(angles, mask=exists[:, None] & (pair >= 0)[None, :])
+        sin = tl.load(angles + 32, mask=exists[:, None] & (pair >= 0)[None, :])
+    valid = exists & (slot >= 0) & (slot < num_slots)
+    twin = _has_lower_twin(slots_ptr, stride_slots, first, slot, valid, ROWS, TILE, STEP)
+    write = valid & (twin == 0)
+    data, scale = record_places(slot, write, page_size, stride_page, INLINE, DATA, SCALE)
+    left, right = as_float32(raw_left), as_float32(raw_right)
+    if HAS_TAIL:
+        tail = as_float32(raw_tail)
+    if HAS_NORM:
+        mean = (sum_of_squares(left) + sum_of_squares(right)) * 0.001953125
+        factor = tl.math.div_rn(1.0, tl.math.sqrt_rn(mean + eps))
+        left = _normed(left, factor, weight_ptr, 0, HAS_WEIGHT, NATIVE)
+        right = _normed(right, factor, weight_ptr, 256, HAS_WEIGHT, NATIVE)
+        if D_QK == 512 and HAS_TAIL:
+            tail = _normed(tail, factor, weight_ptr, 448, HAS_WEIGHT, NATIVE)
+    if HAS_ROPE:
+        tail = rotate_pairs(tail, cos, sin, ROWS, HALF_PAIRING, NATIVE)
+    IS_BF16: tl.constexpr = latent_ptr.dtype.element_ty == tl.int16
+    MAIN_IS_BF16: tl.constexpr = IS_BF16 or HAS_NORM
+    TAIL_IS_BF16: tl.constexpr = IS_BF16 or HAS_ROPE or (HAS_NORM and D_QK == 512)
+    _store_dimensions(left, cache_ptr, data, scale, write, 0, 256, RECORD, MAIN_IS_BF16, NATIVE)
+    _store_dimensions(right, cache_ptr, data, scale, write, 256, MAIN, RECORD, MAIN_IS_BF16, NATIVE)
+    if KEEPS_TAIL:
+        plain = bf16_bytes(bits_of(tail, TAIL_IS_BF16, NATIVE), ROWS, 64)
+        _store(cache_ptr, data + (DATA - 128), plain, write, 128)
+    elif HAS_TAIL:
+        _store_dimensions(
+            tail, cache_ptr, data, scale, write, MAIN, D_QK, RECORD, TAIL_IS_BF16, NATIVE
+        )
+
+
+def launch_kv_cache_append(
+    latent: torch.Tensor,
+    slots: torch.Tensor,
+    cache: torch.Tensor,
+    *,
+    kv_format: KvFormat,
+    norm_weight: torch.Tensor | None,
+    norm_eps: float | None,
+    rope: Rope | None,
+) -> None:
+    """Write the addressed records; arguments as in ``mlacast.kv_cache_append``."""
+    num_rows, d_qk = latent.shape
+    flat = flat_records(cache, kv_format)
+    num_slots = flat.shape[0] * flat.shape[1]
+    config = _SMALL if num_rows <= _FEW_ROWS else _LARGE
+    # An absent tensor is replaced by one that the kernel then does not touch.
+    weight = latent if norm_weight is None else norm_weight
+    table = latent if rope is None else rope.cos_sin_cache
+    positions = slots if rope is None else rope.positions
+    with on_device_of(cache):
+        _kv_cache_append_kernel[(triton.cdiv(num_rows, config["ROWS"]),)](
+            as_bits(latent),
+            latent.stride(0),
+            slots,
+            slots.stride(0),
+            flat,
+            flat.stride(0),
+            flat.shape[1],
+            num_slots,
+            as_bits(weight),
+            norm_eps or 0.0,
+            as_bits(table),
+            table.stride(0),
+            table.shape[0],
+            positions,
+            positions.stride(0),
+            num_rows,
+            **record_constants(kv_format, d_qk, num_slots),
+            HAS_NORM=norm_eps is not None,
+            HAS_WEIGHT=norm_weight is not None,
+            HAS_ROPE=rope is not None,
+            HALF_PAIRING=rope is not None and rope.pairing == "half",
+            NATIVE=has_fp8_casts(cache.device),
+            **config,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )

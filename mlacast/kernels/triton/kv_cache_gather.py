@@ -1,0 +1,148 @@
+"""Portable ``kv_cache_gather``: records of a paged cache as bfloat16 rows, in one launch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from mlacast.descriptors.kv_format import KvFormat
+from mlacast.kernels.common.device import on_device_of
+from mlacast.kernels.common.fp8_casts import from_e4m3, has_fp8_casts, to_bf16_bits
+from mlacast.kernels.common.numbers import decode_ue8m0
+from mlacast.kernels.common.record_places import flat_records, record_constants, record_places
+
+# Rows of a program: 16 bytes of codes per thread and load.
+_ROWS = 8
+
+# Counts that vary while serving must not pick another variant of the kernel, nor must where a list
+# of slots happens to start.
+_VARYING = ["page_size", "num_slots", "num_rows"]
+_UNALIGNED = ["slots_ptr"]
+
+
+@triton.jit
+def _load(cache_ptr, start, N: tl.constexpr, valid, used: tl.constexpr):
+    """N elements from ``start`` [ROWS] on, zeros from ``used`` on and where not ``valid``."""
+    columns = tl.arange(0, N)
+    inside = valid[:, None] & (columns < used)[None, :]
+    return tl.load(cache_ptr + start[:, None] + columns[None, :], mask=inside, other=0)
+
+
+@triton.jit
+def _words(raw, ROWS: tl.constexpr, N: tl.constexpr, BYTES: tl.constexpr):
+    """Bytes (uint8 [ROWS, N * BYTES]) as int32 [ROWS, N]: a record may start at any address."""
+    lane = tl.arange(0, N * BYTES) % BYTES
+    shifted = raw.to(tl.int32) << (lane * 8)[None, :]
+    return tl.sum(tl.reshape(shifted, (ROWS, N, BYTES)), 2)
+
+
+@triton.jit
+def _scaled(values, scales, ROWS: tl.constexpr, VEC: tl.constexpr):
+    """Multiply [ROWS, 512] by one scale [ROWS, 512 / VEC] per VEC columns."""
+    grouped = tl.reshape(values, (ROWS, 512 // VEC, VEC)) * tl.expand_dims(scales, 2)
+    return tl.reshape(grouped, (ROWS, 512))
+
+
+@triton.jit
+def _fp4_values(cache_ptr, data, scale, valid, used: tl.constexpr, NATIVE: tl.constexpr):
+    """E2M1 codes of ``used`` dimensions times E4M3 scales, [ROWS, 512]."""
+    ROWS: tl.constexpr = data.shape[0]
+    pairs = _load(cache_ptr, data, 256, valid, used // 2).to(tl.int32)
+    codes = tl.reshape(tl.join(pairs & 0xF, pairs >> 4), (ROWS, 512))
+    # Moved up by nine bits, a code is the float16 of 2**-14 times its value.
+    bits = ((codes & 0x7) << 9) | ((codes & 0x8) << 12)
+    values = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    scales = from_e4m3(_load(cache_ptr, scale, 32, valid, used // 16), NATIVE)
+    return _scaled(values, scales * 16384.0, ROWS, 16)
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
+def _kv_cache_gather_kernel(
+    cache_ptr,
+    stride_page,
+    page_size,
+    num_slots,
+    slots_ptr,
+    stride_slots,
+    out_ptr,
+    num_rows,
+    RECORD: tl.constexpr,
+    INLINE: tl.constexpr,
+    DATA: tl.constexpr,
+    SCALE: tl.constexpr,
+    D_QK: tl.constexpr,
+    NATIVE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Read ROWS slots. Grid: (ceil(num_rows / ROWS),)."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    exists = row < num_rows
+    row = row.to(tl.int64)
+    slot = tl.load(slots_ptr + row * stride_slots, mask=exists, other=-1).to(tl.int64)
+    valid = exists & (slot >= 0) & (slot < num_slots)
+    data, scale = record_places(slot, valid, page_size, stride_page, INLINE, DATA, SCALE)
+    # Formats that keep the last 64 dimensions as they were.
+    KEEPS_TAIL: tl.constexpr = RECORD == "v32" or RECORD == "v4" or RECORD == "nvfp4_384"
+    MAIN: tl.constexpr = D_QK - 64 if KEEPS_TAIL else 512
+    if RECORD == "rows":
+        bits = _load(cache_ptr, data, 512, valid, 512)
+    elif RECORD == "v41_fp4" or RECORD == "nvfp4_384":
+        bits = to_bf16_bits(_fp4_values(cache_ptr, data, scale, valid, MAIN, NATIVE), NATIVE)
+    else:
+        values = from_e4m3(_load(cache_ptr, data, 512, valid, MAIN), NATIVE)
+        if RECORD == "v32":
+            words = _words(_load(cache_ptr, data + 512, 16, valid, 16), ROWS, 4, 4)
+            values = _scaled(values, words.to(tl.float32, bitcast=True), ROWS, 128)
+        elif RECORD == "v4":
+            scales = decode_ue8m0(_load(cache_ptr, scale, 8, valid, 7).to(tl.int32))
+            values = _scaled(values, scales, ROWS, 64)
+        elif RECORD == "v41":
+            scales = decode_ue8m0(_load(cache_ptr, scale, 16, valid, 16).to(tl.int32))
+            values = _scaled(values, scales, ROWS, 32)
+        else:
+            tl.static_assert(RECORD == "fp8", "unknown record format")
+        bits = to_bf16_bits(values, NATIVE)
+    if KEEPS_TAIL:
+        raw = _load(cache_ptr, data + (DATA - 128), 128, valid, 128)
+        tail = _words(raw, ROWS, 64, 2).to(tl.int16)
+    elif D_QK == 576:
+        tail = _load(cache_ptr, data + 512, 64, valid, 64)
+        if RECORD == "fp8":
+            tail = to_bf16_bits(from_e4m3(tail, NATIVE), NATIVE)
+    d = tl.arange(0, 512)
+    out = out_ptr + row[:, None] * D_QK
+    tl.store(out + d[None, :], bits, mask=exists[:, None] & (d < MAIN)[None, :])
+    if KEEPS_TAIL or D_QK == 576:
+        t = tl.arange(0, 64)
+        tl.store(out + (D_QK - 64 + t)[None, :], tail, mask=exists[:, None] & (t >= 0)[None, :])
+
+
+def launch_kv_cache_gather(
+    cache: torch.Tensor, slots: torch.Tensor, *, kv_format: KvFormat
+) -> torch.Tensor:
+    """Return the rows [n, d_qk]; arguments as in ``mlacast.kv_cache_gather``."""
+    num_rows = slots.shape[0]
+    d_qk = cache.shape[-1] if kv_format.d_qk is None else kv_format.d_qk
+    out = torch.empty((num_rows, d_qk), dtype=torch.bfloat16, device=cache.device)
+    if num_rows == 0:
+        return out
+    flat = flat_records(cache, kv_format)
+    num_slots = flat.shape[0] * flat.shape[1]
+    with on_device_of(cache):
+        _kv_cache_gather_kernel[(triton.cdiv(num_rows, _ROWS),)](
+            flat,
+            flat.stride(0),
+            flat.shape[1],
+            num_slots,
+            slots,
+            slots.stride(0),
+            out.view(torch.int16),
+            num_rows,
+            **record_constants(kv_format, d_qk, num_slots),
+            NATIVE=has_fp8_casts(cache.device),
+            ROWS=_ROWS,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return out

@@ -1,0 +1,381 @@
+"""Portable ``rope_quantize_fp8``: queries, keys and values in one launch, paged or not."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from mlacast.kernels.common.device import on_device_of
+from mlacast.kernels.common.fp8_casts import as_bits, as_float32, has_fp8_casts, to_fp8
+
+# Rows of a program. Eight of 576 numbers are 9 KB in flight, and 64 tokens of 128 heads still give
+# every multiprocessor several programs.
+_ROWS = 8
+
+# Counts that vary while serving must not pick another variant of the kernel, nor must where a slice
+# of a list of numbers happens to start. Strides of rows are those of a model and may: 16 bytes a
+# thread need to know that they are multiples of 16.
+_VARYING = [
+    "stride_positions",
+    "table_rows",
+    "num_requests",
+    "num_entries",
+    "num_pages",
+    "num_tokens",
+    "q_blocks",
+    "k_blocks",
+]
+_UNALIGNED = ["positions_ptr", "entries_ptr", "starts_ptr", "requests_ptr", "places_ptr"]
+
+
+@triton.jit
+def _token_and_head(block, heads, num_tokens, ROWS: tl.constexpr):
+    """Rows ``block * ROWS``.. of [num_tokens, heads]: token, head, exists. Divides no int64."""
+    within = (block % heads) * ROWS + tl.arange(0, ROWS)
+    token = (block // heads).to(tl.int64) * ROWS + within // heads
+    return token, within % heads, token < num_tokens
+
+
+@triton.jit
+def _page_and_offset(
+    token,
+    exists,
+    entries_ptr,
+    starts_ptr,
+    requests_ptr,
+    places_ptr,
+    page_size,
+    num_requests,
+    num_entries,
+    num_pages,
+):
+    """Where each token goes, (page, offset, is_inside); nothing outside the tables is read."""
+    request = tl.load(requests_ptr + token, mask=exists, other=-1).to(tl.int64)
+    known = exists & (request >= 0) & (request < num_requests)
+    place = tl.load(places_ptr + token, mask=known, other=-1).to(tl.int64)
+    start = tl.load(starts_ptr + request, mask=known, other=0).to(tl.int64)
+    inside = known & (place >= 0) & (start >= 0)
+    place = tl.where(inside, place, 0)
+    entry = start + place // page_size
+    inside = inside & (entry < num_entries)
+    page = tl.load(entries_ptr + entry, mask=inside, other=-1).to(tl.int64)
+    return page, place % page_size, inside & (page >= 0) & (page < num_pages)
+
+
+@triton.jit
+def _load_rows(x_ptr, row, exists, N: tl.constexpr, BLOCK_N: tl.constexpr):
+    """N columns of each row, [ROWS, BLOCK_N], as float32."""
+    column = tl.arange(0, BLOCK_N)
+    mask = exists[:, None] & (column < N)[None, :]
+    return as_float32(tl.load(x_ptr + row[:, None] + column[None, :], mask=mask))
+
+
+@triton.jit
+def _store_rows(
+    x,
+    out_ptr,
+    row,
+    exists,
+    scale,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    IS_E5M2: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Scale, cast and store N columns of each row."""
+    column = tl.arange(0, BLOCK_N)
+    mask = exists[:, None] & (column < N)[None, :]
+    codes = to_fp8(x * scale, IS_E5M2, NATIVE)
+    tl.store(out_ptr + row[:, None] + column[None, :], codes, mask=mask)
+
+
+@triton.jit
+def _rotate_rows(
+    x_ptr,
+    x_row,
+    out_ptr,
+    out_row,
+    table_ptr,
+    table_row,
+    exists,
+    scale,
+    R: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    HALF_PAIRING: tl.constexpr,
+    IS_E5M2: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Rotate, scale and cast R columns of each row."""
+    ROWS: tl.constexpr = x_row.shape[0]
+    pair = tl.arange(0, BLOCK_PAIRS)
+    pair_mask = exists[:, None] & (pair < R // 2)[None, :]
+    if HALF_PAIRING:
+        source = x_ptr + x_row[:, None] + pair[None, :]
+        first = as_float32(tl.load(source, mask=pair_mask))
+        second = as_float32(tl.load(source + R // 2, mask=pair_mask))
+    else:
+        column = tl.arange(0, 2 * BLOCK_PAIRS)
+        source = x_ptr + x_row[:, None] + column[None, :]
+        x = as_float32(tl.load(source, mask=exists[:, None] & (column < R)[None, :]))
+        first, second = tl.split(tl.reshape(x, (ROWS, BLOCK_PAIRS, 2)))
+    # Last of the loads: where it reads depends on another load, the position.
+    angle = table_ptr + table_row[:, None] + pair[None, :]
+    cos = as_float32(tl.load(angle, mask=pair_mask))
+    sin = as_float32(tl.load(angle + R // 2, mask=pair_mask))
+    first_code = to_fp8((first * cos - second * sin) * scale, IS_E5M2, NATIVE)
+    second_code = to_fp8((second * cos + first * sin) * scale, IS_E5M2, NATIVE)
+    if HALF_PAIRING:
+        target = out_ptr + out_row[:, None] + pair[None, :]
+        tl.store(target, first_code, mask=pair_mask)
+        tl.store(target + R // 2, second_code, mask=pair_mask)
+    else:
+        codes = tl.reshape(tl.join(first_code, second_code), (ROWS, 2 * BLOCK_PAIRS))
+        target = out_ptr + out_row[:, None] + column[None, :]
+        tl.store(target, codes, mask=exists[:, None] & (column < R)[None, :])
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
+def _rope_quantize_fp8_kernel(
+    q_rope_ptr,
+    q_nope_ptr,
+    k_rope_ptr,
+    k_nope_ptr,
+    v_ptr,
+    q_rope_out_ptr,
+    q_nope_out_ptr,
+    k_rope_out_ptr,
+    k_nope_out_ptr,
+    v_out_ptr,
+    table_ptr,
+    positions_ptr,
+    entries_ptr,
+    starts_ptr,
+    requests_ptr,
+    places_ptr,
+    stride_q_rope_token,
+    stride_q_rope_head,
+    stride_q_nope_token,
+    stride_q_nope_head,
+    stride_k_rope_token,
+    stride_k_rope_head,
+    stride_k_nope_token,
+    stride_k_nope_head,
+    stride_v_token,
+    stride_v_head,
+    stride_q_rope_out_token,
+    stride_q_rope_out_head,
+    stride_q_nope_out_token,
+    stride_q_nope_out_head,
+    stride_k_rope_out_page,
+    stride_k_rope_out_token,
+    stride_k_rope_out_head,
+    stride_k_nope_out_page,
+    stride_k_nope_out_token,
+    stride_k_nope_out_head,
+    stride_v_out_page,
+    stride_v_out_token,
+    stride_v_out_head,
+    stride_table,
+    stride_positions,
+    table_rows,
+    q_heads,
+    kv_heads,
+    page_size,
+    num_requests,
+    num_entries,
+    num_pages,
+    num_tokens,
+    q_blocks,
+    k_blocks,
+    q_scale,
+    kv_scale,
+    R: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    N_Q: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    N_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    N_V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    HALF_PAIRING: tl.constexpr,
+    PAGED: tl.constexpr,
+    IS_E5M2: tl.constexpr,
+    NATIVE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Quantise ROWS (token, head) rows. Grid: (query blocks + key blocks + value blocks,).
+
+    Not paged, ``..._out_token`` are the strides of tokens and those of pages are not used.
+    """
+    program = tl.program_id(0)
+    if program < q_blocks:
+        token, head, exists = _token_and_head(program, q_heads, num_tokens, ROWS)
+        if PAGED:
+            exists = exists & (tl.load(requests_ptr + token, mask=exists, other=-1) >= 0)
+        position = tl.load(positions_ptr + token * stride_positions, mask=exists, other=0)
+        angles = tl.minimum(tl.maximum(position.to(tl.int64), 0), table_rows - 1) * stride_table
+        head = head.to(tl.int64)
+        if N_Q > 0:
+            plain_row = token * stride_q_nope_token + head * stride_q_nope_head
+            plain = _load_rows(q_nope_ptr, plain_row, exists, N_Q, BLOCK_Q)
+        _rotate_rows(
+            q_rope_ptr,
+            token * stride_q_rope_token + head * stride_q_rope_head,
+            q_rope_out_ptr,
+            token * stride_q_rope_out_token + head * stride_q_rope_out_head,
+            table_ptr,
+            angles,
+            exists,
+            q_scale,
+            R,
+            BLOCK_PAIRS,
+            HALF_PAIRING,
+            IS_E5M2,
+            NATIVE,
+        )
+        if N_Q > 0:
+            out_row = token * stride_q_nope_out_token + head * stride_q_nope_out_head
+            _store_rows(
+                plain, q_nope_out_ptr, out_row, exists, q_scale, N_Q, BLOCK_Q, IS_E5M2, NATIVE
+            )
+    else:
+        block = program - q_blocks
+        is_value = block >= k_blocks
+        block = tl.where(is_value, block - k_blocks, block)
+        token, head, exists = _token_and_head(block, kv_heads, num_tokens, ROWS)
+        head = head.to(tl.int64)
+        page, place = token * 0, token
+        if PAGED:
+            page, place, exists = _page_and_offset(
+                token,
+                exists,
+                entries_ptr,
+                starts_ptr,
+                requests_ptr,
+                places_ptr,
+                page_size,
+                num_requests,
+                num_entries,
+                num_pages,
+            )
+        if is_value:
+            if N_V > 0:
+                value_row = token * stride_v_token + head * stride_v_head
+                value = _load_rows(v_ptr, value_row, exists, N_V, BLOCK_V)
+                out_row = page * stride_v_out_page + place * stride_v_out_token
+                out_row += head * stride_v_out_head
+                _store_rows(
+                    value, v_out_ptr, out_row, exists, kv_scale, N_V, BLOCK_V, IS_E5M2, NATIVE
+                )
+        else:
+            position = tl.load(positions_ptr + token * stride_positions, mask=exists, other=0)
+            angles = tl.minimum(tl.maximum(position.to(tl.int64), 0), table_rows - 1)
+            if N_K > 0:
+                plain_row = token * stride_k_nope_token + head * stride_k_nope_head
+                plain = _load_rows(k_nope_ptr, plain_row, exists, N_K, BLOCK_K)
+            rope_row = page * stride_k_rope_out_page + place * stride_k_rope_out_token
+            _rotate_rows(
+                k_rope_ptr,
+                token * stride_k_rope_token + head * stride_k_rope_head,
+                k_rope_out_ptr,
+                rope_row + head * stride_k_rope_out_head,
+                table_ptr,
+                angles * stride_table,
+                exists,
+                kv_scale,
+                R,
+                BLOCK_PAIRS,
+                HALF_PAIRING,
+                IS_E5M2,
+                NATIVE,
+            )
+            if N_K > 0:
+                out_row = page * stride_k_nope_out_page + place * stride_k_nope_out_token
+                out_row += head * stride_k_nope_out_head
+                _store_rows(
+                    plain, k_nope_out_ptr, out_row, exists, kv_scale, N_K, BLOCK_K, IS_E5M2, NATIVE
+                )
+
+
+def _page_token_head(out: torch.Tensor, paged: bool) -> tuple[int, int, int]:
+    """Strides of an output of keys or values, [n, h, w] or [pages, page_size, h, w]."""
+    return (out.stride(0), out.stride(1), out.stride(2)) if paged else (0, *out.stride()[:2])
+
+
+def launch_rope_quantize_fp8(
+    q_rope: torch.Tensor,
+    k_rope: torch.Tensor,
+    q_nope: torch.Tensor,
+    k_nope: torch.Tensor,
+    v: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    q_rope_out: torch.Tensor,
+    k_rope_out: torch.Tensor,
+    q_nope_out: torch.Tensor,
+    k_nope_out: torch.Tensor,
+    v_out: torch.Tensor | None,
+    page_table: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    pairing: str,
+    q_scale: float,
+    kv_scale: float,
+) -> None:
+    """Fill the outputs; arguments as in ``mlacast.reference.rope_quantize_fp8``."""
+    num_tokens, q_heads, width = q_rope.shape
+    kv_heads = k_rope.shape[1]
+    paged = page_table is not None
+    # An absent tensor is replaced by one that the kernel then does not touch.
+    entries, starts, requests, places = page_table or (positions,) * 4
+    value = k_rope if v is None else v
+    value_out = k_rope_out if v_out is None else v_out
+    value_width = 0 if v is None else v.shape[2]
+    inputs = [as_bits(x) for x in (q_rope, q_nope, k_rope, k_nope, value)]
+    outputs = [q_rope_out, q_nope_out, k_rope_out, k_nope_out, value_out]
+    q_blocks = triton.cdiv(num_tokens * q_heads, _ROWS)
+    k_blocks = triton.cdiv(num_tokens * kv_heads, _ROWS)
+    widths = {"Q": q_nope.shape[2], "K": k_nope.shape[2], "V": value_width}
+    with on_device_of(q_rope):
+        _rope_quantize_fp8_kernel[(q_blocks + k_blocks * (2 if value_width else 1),)](
+            *inputs,
+            *(out.view(torch.uint8) for out in outputs),
+            as_bits(cos_sin_cache),
+            positions,
+            entries,
+            starts,
+            requests,
+            places,
+            *(stride for x in inputs for stride in x.stride()[:2]),
+            *q_rope_out.stride()[:2],
+            *q_nope_out.stride()[:2],
+            *(stride for out in outputs[2:] for stride in _page_token_head(out, paged)),
+            cos_sin_cache.stride(0),
+            positions.stride(0),
+            cos_sin_cache.shape[0],
+            q_heads,
+            kv_heads,
+            k_rope_out.shape[1] if paged else 1,
+            starts.shape[0] - 1,
+            entries.shape[0],
+            k_rope_out.shape[0],
+            num_tokens,
+            q_blocks,
+            k_blocks,
+            q_scale,
+            kv_scale,
+            R=width,
+            BLOCK_PAIRS=triton.next_power_of_2(width // 2),
+            **{f"N_{name}": size for name, size in widths.items()},
+            **{
+                f"BLOCK_{name}": triton.next_power_of_2(max(size, 1))
+                for name, size in widths.items()
+            },
+            HALF_PAIRING=pairing == "half",
+            PAGED=paged,
+            IS_E5M2=q_rope_out.dtype == torch.float8_e5m2,
+            NATIVE=has_fp8_casts(q_rope.device),
+            ROWS=_ROWS,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )

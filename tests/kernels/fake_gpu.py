@@ -1,0 +1,117 @@
+"""A GPU that is none: Triton binds and specialises arguments as ever, launches are only recorded.
+
+Tensors stay on the CPU. What a compiled kernel would be run with is kept in ``FakeGpu.runs``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+ARCH = "sm90"
+
+
+@dataclass
+class FakeGpu:
+    """Driver and compiler of a device 0.
+
+    Attributes:
+        runs: (compiled kernel, what it was run with) of every launch.
+        compiled: Signature of every variant that was compiled, by the compiled kernel's number.
+    """
+
+    runs: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
+    compiled: list[Any] = field(default_factory=list)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 7 + device
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def compile(self, variant: Any) -> Any:
+        """Return a kernel that records what it is run with."""
+        kernel = SimpleNamespace(
+            function=len(self.compiled),
+            packed_metadata=(4, 1, 0),
+            launch_metadata=lambda grid, stream, *arguments: ("metadata", grid),
+        )
+        kernel.run = lambda *arguments: self.runs.append((kernel, arguments))
+        self.compiled.append(variant)
+        return kernel
+
+
+@contextmanager
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    """Let calls on CPU tensors take the GPU's way, up to the launch."""
+    pytest.importorskip("triton", reason="the GPU backends need triton")
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    from mlacast.kernels.triton import sparse_mla_decode
+
+    gpu = FakeGpu()
+
+    def do_compile(
+        self: Any,
+        key: Any,
+        signature: Any,
+        device: int,
+        constexprs: Any,
+        options: Any,
+        attrs: Any,
+        warmup: bool,
+    ) -> Any:
+        kernel = gpu.compile((self, signature, constexprs, attrs))
+        self.device_caches[device][0][key] = kernel
+        return kernel
+
+    monkeypatch.setattr(driver, "_active", gpu)
+    monkeypatch.setattr(JITFunction, "_do_compile", do_compile)
+    for op in ("sparse_mla_prefill", "sparse_mla_decode"):
+        module = importlib.import_module(f"mlacast.ops.{op}")
+        monkeypatch.setattr(module, "arch_of", lambda device: ARCH)
+    monkeypatch.setattr(sparse_mla_decode, "choose_num_splits", lambda *arguments: 3)
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    _forget()
+    yield gpu
+    _forget()
+
+
+# Modules with the kernels that calls on a fake GPU may run.
+_MODULES = (
+    "common.combine_splits",
+    "triton.sparse_mla_decode",
+    "triton.sparse_mla_prefill",
+    "gluon.sm90.sparse_mla_decode",
+    "gluon.sm90.sparse_mla_prefill",
+    "gluon.sm90.sparse_mla_prefill_576",
+)
+
+
+def _forget() -> None:
+    """Empty the caches of kernels and calls: those of a real GPU must not meet those of a fake."""
+    from triton.runtime.jit import JITFunction
+
+    from mlacast.ops import known_calls
+
+    for name in _MODULES:
+        module = importlib.import_module(f"mlacast.kernels.{name}")
+        for kernel in vars(module).values():
+            if isinstance(kernel, JITFunction):
+                kernel.device_caches.clear()
+    known_calls.PUBLIC.clear()
+    known_calls.OPERATORS.clear()

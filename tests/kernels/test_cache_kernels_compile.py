@@ -1,0 +1,236 @@
+"""The kernels of RoPE with FP8, append and gather compile, to few registers and wide accesses."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="the portable kernels need triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from mlacast.descriptors.kv_format import ALL_KV_FORMATS, KvFormat  # noqa: E402
+from mlacast.kernels.common.record_places import record_constants  # noqa: E402
+from mlacast.kernels.triton import (  # noqa: E402
+    kv_cache_append,
+    kv_cache_gather,
+    rope_quantize_fp8,
+)
+
+BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel as a launcher calls it.
+
+    Attributes:
+        name: Test id.
+        module: Module of the kernel.
+        constants: Compile-time arguments.
+        types: Types of arguments that are not int64 pointers or int32.
+        registers: Most that a thread may use: with 128 threads a program, what decides how many of
+            them are resident.
+        loads: 16-byte loads that must be there.
+        stores: 16-byte stores.
+        capability: Target.
+    """
+
+    name: str
+    module: Any
+    constants: dict[str, Any]
+    types: dict[str, str] = field(default_factory=dict)
+    registers: int = 255
+    loads: int = 1
+    stores: int = 1
+    capability: int = 90
+
+
+ROPE = {
+    "R": 64,
+    "BLOCK_PAIRS": 32,
+    "N_Q": 512,
+    "BLOCK_Q": 512,
+    "N_K": 512,
+    "BLOCK_K": 512,
+    "N_V": 0,
+    "BLOCK_V": 1,
+    "HALF_PAIRING": True,
+    "PAGED": False,
+    "IS_E5M2": False,
+    "NATIVE": True,
+    "ROWS": 8,
+}
+ROPE_TYPES = {
+    **{f"{part}_ptr": "*i16" for part in ("q_rope", "q_nope", "k_rope", "k_nope", "v")},
+    **{f"{part}_out_ptr": "*u8" for part in ("q_rope", "q_nope", "k_rope", "k_nope", "v")},
+    "table_ptr": "*fp32",
+    "q_scale": "fp32",
+    "kv_scale": "fp32",
+}
+HEADS = {"R": 64, "N_Q": 64, "BLOCK_Q": 64, "N_K": 64, "BLOCK_K": 64, "N_V": 128, "BLOCK_V": 128}
+ROPE_VARIANTS = (
+    Variant("mla", rope_quantize_fp8, ROPE, ROPE_TYPES, 40, 8, 4),
+    Variant(
+        "mla_interleaved_e5m2",
+        rope_quantize_fp8,
+        {**ROPE, "HALF_PAIRING": False, "IS_E5M2": True},
+        ROPE_TYPES,
+        40,
+        8,
+        4,
+    ),
+    Variant("pages", rope_quantize_fp8, {**ROPE, "PAGED": True}, ROPE_TYPES, 64, 8, 4),
+    Variant(
+        "pages_of_heads", rope_quantize_fp8, {**ROPE, **HEADS, "PAGED": True}, ROPE_TYPES, 64, 1, 0
+    ),
+    Variant(
+        "mla_sm80",
+        rope_quantize_fp8,
+        {**ROPE, "NATIVE": False},
+        ROPE_TYPES,
+        64,
+        8,
+        4,
+        capability=80,
+    ),
+)
+
+FORMATS = tuple(one for one in ALL_KV_FORMATS if not one.name.endswith("_INLINE"))
+# Four programs of 16 rows stay resident below 128 registers, three below 168.
+APPEND_REGISTERS = {"V4": 144, "NVFP4_384": 168, "V41_FP4": 192}
+
+
+def _cache_constants(kv_format: KvFormat) -> dict[str, Any]:
+    width = kv_format.d_qk or 576
+    return {**record_constants(kv_format, width, 1000), "stride_slots": 1, "NATIVE": True}
+
+
+def _cache_types(kv_format: KvFormat) -> dict[str, str]:
+    cache = "*i16" if kv_format.record is None else "*u8"
+    floats = {"eps": "fp32", "table_ptr": "*fp32", "weight_ptr": "*i16", "latent_ptr": "*i16"}
+    return {**floats, "cache_ptr": cache, "out_ptr": "*i16"}
+
+
+def _append_constants(kv_format: KvFormat, fused: bool) -> dict[str, Any]:
+    names = ("HAS_NORM", "HAS_WEIGHT", "HAS_ROPE", "HALF_PAIRING")
+    return {
+        **_cache_constants(kv_format),
+        **dict.fromkeys(names, fused),
+        **(kv_cache_append._SMALL if fused else kv_cache_append._LARGE),
+    }
+
+
+CACHE_VARIANTS = (
+    *(
+        Variant(
+            f"append_{one.name}",
+            kv_cache_append,
+            _append_constants(one, False),
+            _cache_types(one),
+            APPEND_REGISTERS.get(one.name, 128),
+            8,
+            2,
+        )
+        for one in FORMATS
+    ),
+    *(
+        Variant(
+            f"append_{one.name}_fused",
+            kv_cache_append,
+            _append_constants(one, True),
+            _cache_types(one),
+            80,
+            2,
+            0,
+        )
+        for one in FORMATS
+    ),
+    Variant(
+        "append_V4_sm80",
+        kv_cache_append,
+        {**_append_constants(KvFormat.V4, False), "NATIVE": False},
+        _cache_types(KvFormat.V4),
+        capability=80,
+    ),
+    *(
+        Variant(
+            f"gather_{one.name}",
+            kv_cache_gather,
+            {**_cache_constants(one), "ROWS": kv_cache_gather._ROWS},
+            _cache_types(one),
+            48,
+            1,
+            4,
+        )
+        for one in FORMATS
+    ),
+)
+
+
+def _compile(variant: Variant) -> Any:
+    (kernel,) = (
+        value
+        for name, value in vars(variant.module).items()
+        if name.endswith("_kernel") and hasattr(value, "arg_names")
+    )
+    names = kernel.arg_names
+    constants = {name: value for name, value in variant.constants.items() if name in names}
+    assert constants == variant.constants, "the launcher passes other arguments"
+
+    def type_of(name: str) -> str:
+        return variant.types.get(name, "*i64" if name.endswith("_ptr") else "i32")
+
+    signature = {name: "constexpr" if name in constants else type_of(name) for name in names}
+    unaligned = {*variant.module._UNALIGNED, *variant.module._VARYING}
+    # What the usual caches and rows are: pointers and strides that are multiples of 16.
+    attributes = {
+        (at,): [["tt.divisibility", 16]]
+        for at, name in enumerate(names)
+        if name not in constants
+        and name not in unaligned
+        and (name.endswith("_ptr") or name.startswith("stride"))
+    }
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, values, attributes)
+    target = GPUTarget("cuda", variant.capability, 32)
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    return triton.compile(source, target=target, options=options)
+
+
+def _disassemble(cubin: bytes, folder: Path, *flags: str) -> str:
+    file = folder / "kernel.cubin"
+    file.write_bytes(cubin)
+    command = [str(BIN / "cuobjdump"), *flags, str(file)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"
+)
+@pytest.mark.parametrize("variant", ROPE_VARIANTS + CACHE_VARIANTS, ids=lambda one: one.name)
+def test_compiles_into_few_wide_accesses(variant: Variant, tmp_path: Path) -> None:
+    compiled = _compile(variant)
+    usage = _disassemble(compiled.asm["cubin"], tmp_path, "-res-usage")
+    registers, stack = (re.search(rf"{name}:(\d+)", usage) for name in ("REG", "STACK"))
+    assert registers is not None and int(registers[1]) <= variant.registers, usage
+    # A few spilled words are cheaper than a resident program less.
+    assert stack is not None and int(stack[1]) <= 16, usage
+    sass = _disassemble(compiled.asm["cubin"], tmp_path, "-sass")
+    assert sass.count("LDG.E.128") >= variant.loads
+    assert sass.count("STG.E.128") >= variant.stores
+    casts_to_fp8 = variant.module is rope_quantize_fp8 or (
+        variant.module is kv_cache_append and "append_BF16" not in variant.name
+    )
+    if casts_to_fp8:
+        # The instruction saturates: no clamp is compiled before it.
+        kind = "e5m2" if variant.constants.get("IS_E5M2") else "e4m3"
+        native = f"cvt.rn.satfinite.{kind}x2.f32" in compiled.asm["ptx"]
+        assert native == variant.constants["NATIVE"]

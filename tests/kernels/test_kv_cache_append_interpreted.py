@@ -1,0 +1,87 @@
+"""The append kernel, interpreted: bytes equal the reference's, whatever the latents hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mlacast.kernels.triton import kv_cache_append
+from tests.kernels.cache_launches import (
+    assert_append_equals_reference,
+    fused_options,
+    hostile_latents,
+)
+from tests.scenarios import CACHES, CacheCase, cache_id
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("cache", CACHES, ids=cache_id)
+def test_every_format_and_dtype(cache: CacheCase, dtype: torch.dtype) -> None:
+    """Slots are scattered, repeated, negative and past the end."""
+    latent = hostile_latents(18, cache.d_qk, dtype)
+    slots = torch.randint(-2, 36, (18,), dtype=torch.int32 if dtype == FP16 else torch.int64)
+    assert_append_equals_reference(cache, latent, slots, fused_options("plain", 18))
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("norm", FP32), ("weight", BF16), ("half", BF16), ("all", FP32)]
+)
+@pytest.mark.parametrize("cache", CACHES, ids=cache_id)
+def test_norm_and_rotation(cache: CacheCase, kind: str, dtype: torch.dtype) -> None:
+    latent = hostile_latents(14, cache.d_qk, dtype)
+    slots = torch.randperm(30)[:14]
+    assert_append_equals_reference(cache, latent, slots, fused_options(kind, 14))
+
+
+def test_interleaved_rotation_of_strided_rows() -> None:
+    latent = hostile_latents(12, 600, BF16)[:, 8:584]
+    slots = torch.randperm(60)[:24][::2]
+    options = fused_options("interleaved", 12)
+    assert_append_equals_reference(
+        CacheCase("V32", 576), latent, slots, options, pages=10, page_size=7
+    )
+
+
+@pytest.fixture
+def _tiny_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles that a few rows already fill: the look at earlier slots takes many steps."""
+    monkeypatch.setattr(kv_cache_append, "_FEW_ROWS", 0)
+    monkeypatch.setattr(kv_cache_append, "_LARGE", {"ROWS": 4, "TILE": 16, "STEP": 8})
+
+
+@pytest.mark.usefixtures("_tiny_tiles")
+@pytest.mark.parametrize(
+    "slots",
+    [
+        torch.arange(70) % 30,
+        torch.arange(69, -1, -1) // 3,
+        torch.tensor([5] * 70),
+        torch.tensor([29, *[-1] * 68, 29]),
+        torch.cat((torch.arange(35), torch.arange(35).flip(0))),
+        torch.randint(-3, 34, (70,)),
+    ],
+    ids=["cyclic", "falling", "one_slot", "ends", "mirrored", "random"],
+)
+def test_the_lowest_row_wins_across_programs_and_tiles(slots: torch.Tensor) -> None:
+    latent = torch.randn(70, 512).bfloat16()
+    options = fused_options("plain", 70)
+    assert_append_equals_reference(CacheCase("V41", 512), latent, slots, options)
+
+
+def test_the_sizes_of_many_rows() -> None:
+    """1025 rows: 16 a program, the first of the duplicates far before the others."""
+    latent = torch.randn(1025, 512).bfloat16()
+    slots = torch.cat((torch.arange(1000), torch.arange(25)))
+    options = fused_options("plain", 1025)
+    assert_append_equals_reference(
+        CacheCase("BF16", 512), latent, slots, options, pages=16, page_size=64
+    )
+
+
+def test_slots_whose_low_half_is_valid_are_skipped() -> None:
+    latent = torch.randn(5, 512).bfloat16()
+    slots = torch.tensor([2**32 + 3, 2**40, -(2**40), 5, 2**31])
+    options = fused_options("plain", 5)
+    assert_append_equals_reference(CacheCase("V4", 512), latent, slots, options)

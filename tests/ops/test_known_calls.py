@@ -1,0 +1,390 @@
+"""A call that was made before is checked, dispatched and launched as if it were the first."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import mlacast
+from mlacast.compat.flash_mla import fused_norm_rope_attn_rope_cast as fused
+from mlacast.ops import known_calls
+from tests.kernels.fake_gpu import FakeGpu, fake_gpu
+from tests.ops.torch_calls import operators_of
+
+BF16 = torch.bfloat16
+V4 = mlacast.KvFormat.V4
+Arguments = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    known_calls.PUBLIC.clear()
+    known_calls.OPERATORS.clear()
+    yield
+    known_calls.PUBLIC.clear()
+    known_calls.OPERATORS.clear()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    with fake_gpu(monkeypatch) as fake:
+        yield fake
+
+
+def _query() -> Arguments:
+    return {
+        "q": torch.zeros(2, 3, 512, dtype=BF16),
+        "indices": torch.zeros(2, 4, dtype=torch.int32),
+        "sm_scale": 0.5,
+        "topk_length": torch.ones(2, dtype=torch.int32),
+        "attn_sink": torch.zeros(3),
+        "q_norm_eps": 1e-6,
+        "rope": mlacast.Rope(torch.zeros(5, 64), torch.zeros(2, dtype=torch.int64)),
+        "q_order": "head",
+        "out": mlacast.QuantizedTensor.empty(2, 3, 512, mlacast.Mxfp8()),
+        "out_format": mlacast.Mxfp8(),
+        "num_groups": 3,
+        "backend": None,
+    }
+
+
+def _prefill() -> Arguments:
+    return {**_query(), "kv": torch.zeros(6, 512, dtype=BF16)}
+
+
+def _decode() -> Arguments:
+    return {
+        **_query(),
+        "k_cache": V4.allocate(2, 4),
+        "kv_format": V4,
+        "extra_k_cache": V4.allocate(2, 4),
+        "extra_indices": torch.zeros(2, 5, dtype=torch.int32),
+        "extra_topk_length": torch.ones(2, dtype=torch.int32),
+        "extra_kv_format": V4,
+        "schedule": None,
+        "num_splits": 2,
+        "batch_invariant": False,
+        "workspace": torch.zeros(65536, dtype=torch.uint8),
+        "v_scale": 1.0,
+    }
+
+
+def _dense() -> Arguments:
+    return {
+        "q": torch.zeros(1, 2, 3, 512, dtype=BF16),
+        "k_cache": torch.zeros(2, 4, 1, 512, dtype=BF16),
+        "page_table": torch.zeros(1, 2, dtype=torch.int32),
+        "seq_lens": torch.ones(1, dtype=torch.int32),
+        "kv_format": mlacast.KvFormat.BF16,
+        "sm_scale": 0.5,
+        "causal": True,
+        "attn_sink": torch.zeros(3),
+        "v_scale": 1.0,
+        "out": torch.zeros(1, 2, 3, 512, dtype=BF16),
+        "out_format": mlacast.Bf16(),
+        "num_groups": 1,
+        "backend": None,
+    }
+
+
+def _merge() -> Arguments:
+    return {
+        "outs": [torch.zeros(2, 3, 512), torch.zeros(2, 3, 512)],
+        "lses": [torch.zeros(2, 3), torch.zeros(2, 3)],
+        "lse_layout": "th",
+        "out": None,
+        "out_format": mlacast.Fp8Tensor(0.5),
+        "num_groups": 1,
+        "backend": None,
+    }
+
+
+def _quantize() -> Arguments:
+    return {
+        "x": torch.zeros(2, 1024),
+        "format": mlacast.Nvfp4(torch.ones(1)),
+        "out": mlacast.QuantizedTensor.empty(2, 1, 1024, mlacast.Nvfp4(torch.ones(1))),
+        "num_groups": 1,
+        "backend": None,
+    }
+
+
+def _fused() -> Arguments:
+    return {
+        "enable_q_norm": True,
+        "rms_norm_eps": 1e-6,
+        "token_positions": torch.zeros(2, dtype=torch.int64),
+        "is_rope_neox_style": False,
+        "rope_dim": 64,
+        "cos_sin_cache": torch.zeros(5, 64),
+        "n_wv_group": 2,
+        "num_per_channels": 32,
+        "use_tma_aligned_col_major_sf": True,
+        "round_sf": True,
+        "use_packed_ue8m0": True,
+        "q": torch.zeros(2, 8, 512, dtype=BF16),
+        "sm_scale": 0.5,
+        "d_v": 512,
+        "attn_sink": torch.zeros(8),
+        "topk_length": torch.ones(2, dtype=torch.int32),
+        "out": (
+            torch.zeros(2, 2, 2048, dtype=torch.float8_e4m3fn),
+            torch.zeros(2, 16, 4, dtype=torch.int32).permute(2, 0, 1)[:2],
+        ),
+    }
+
+
+def _fused_prefill() -> Arguments:
+    return {
+        **_fused(),
+        "kv": torch.zeros(6, 1, 512, dtype=BF16),
+        "indices": torch.zeros(2, 1, 4, dtype=torch.int32),
+    }
+
+
+def _fused_decode() -> Arguments:
+    return {
+        **_fused(),
+        "k_cache": V4.allocate(2, 4),
+        "indices_in_kvcache": torch.zeros(2, 4, dtype=torch.int32),
+        "extra_k_cache": V4.allocate(2, 4),
+        "extra_indices_in_kvcache": torch.zeros(2, 5, dtype=torch.int32),
+        "extra_topk_length": torch.ones(2, dtype=torch.int32),
+    }
+
+
+FUNCTIONS: tuple[tuple[Callable[..., Any], Callable[[], Arguments]], ...] = (
+    (mlacast.sparse_mla_prefill, _prefill),
+    (mlacast.sparse_mla_decode, _decode),
+    (mlacast.dense_mla_decode, _dense),
+    (mlacast.merge_attention_states, _merge),
+    (mlacast.quantize_output, _quantize),
+    (fused.prefill, _fused_prefill),
+    (fused.decode, _fused_decode),
+)
+ON_FAKE_GPU = tuple(entry for entry in FUNCTIONS if entry[0] in (FUNCTIONS[0][0], FUNCTIONS[1][0]))
+ON_FAKE_GPU += FUNCTIONS[-2:]
+
+
+def _changes(value: Any) -> Iterator[Any]:
+    """Values to put in the place of a good one; most of them are wrong."""
+    yield from (object(), None, True, 1, -1, 0.0, float("nan"), "x", [value], torch.zeros(2, 4))
+    for tensor in value if isinstance(value, (list, tuple)) else [value]:
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        changed = [
+            tensor.to(torch.float64),
+            tensor[:1],
+            tensor[..., :1],
+            tensor.unsqueeze(0),
+            tensor.repeat_interleave(2, -1)[..., ::2],
+            tensor.to("meta"),
+            torch.nn.Parameter(tensor, requires_grad=False),
+            tensor.as_subclass(_Subclass),
+            torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape),
+        ]
+        for new in changed:
+            if isinstance(value, (list, tuple)):
+                yield type(value)(new if old is tensor else old for old in value)
+            else:
+                yield new
+    if isinstance(value, mlacast.QuantizedTensor):
+        yield value[:1]
+        yield mlacast.QuantizedTensor.empty(2, 1, value.features, mlacast.Bf16())
+    if isinstance(value, mlacast.Rope):
+        yield mlacast.Rope(value.cos_sin_cache, value.positions[:1])
+        yield mlacast.Rope(value.cos_sin_cache.double(), value.positions)
+
+
+class _Subclass(torch.Tensor):
+    """A tensor of a type that the tables have never seen."""
+
+
+def _outcome(function: Callable[..., Any], arguments: Arguments) -> tuple[str, str]:
+    """How a call ends: the type and text of its error, if any."""
+    try:
+        function(**arguments)
+    except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+        return type(error).__name__, str(error).partition(" at 0x")[0]
+    return "", ""
+
+
+@pytest.mark.parametrize(("function", "make"), FUNCTIONS)
+def test_a_known_call_does_not_hide_an_error(
+    function: Callable[..., Any], make: Callable[[], Arguments]
+) -> None:
+    good = make()
+    assert set(good) == set(inspect.signature(function).parameters), "a parameter is not tried"
+    refused = 0
+    for name, value in good.items():
+        for change in _changes(value):
+            changed = {**good, name: change}
+            known_calls.PUBLIC.clear()
+            known_calls.OPERATORS.clear()
+            first = _outcome(function, changed)
+            assert _outcome(function, good) == ("", "")
+            assert _outcome(function, changed) == first, (name, change)
+            assert _outcome(function, changed) == first, (name, change)
+            refused += first != ("", "")
+    assert refused > 2 * len(good), "most changes are wrong"
+
+
+@pytest.mark.parametrize(("function", "make"), ON_FAKE_GPU)
+def test_on_a_gpu_a_known_call_hides_no_error_either(
+    function: Callable[..., Any],
+    make: Callable[[], Arguments],
+    gpu: FakeGpu,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MLACAST_BACKEND", "triton")
+    test_a_known_call_does_not_hide_an_error(function, make)
+    assert gpu.runs
+
+
+@pytest.mark.parametrize("with_plan", [False, True])
+def test_overlap_is_looked_at_every_time(with_plan: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = torch.zeros(2, 2 * 3 * 512, dtype=BF16)
+    q, apart = memory[0].view(2, 3, 512), memory[1].view(2, 3, 512)
+    arguments: Arguments = {"kv": torch.zeros(6, 512, dtype=BF16), "sm_scale": 0.5}
+    arguments["indices"] = torch.zeros(2, 4, dtype=torch.int32)
+
+    def calls() -> None:
+        for _ in range(3):
+            mlacast.sparse_mla_prefill(q, out=apart, **arguments)
+            for _ in range(2):
+                with pytest.raises(ValueError, match="out must not share memory with q"):
+                    mlacast.sparse_mla_prefill(q, out=q, **arguments)
+            shifted = memory.flatten()[512 : 512 + q.numel()].view(2, 3, 512)
+            with pytest.raises(ValueError, match="out must not share memory with q"):
+                mlacast.sparse_mla_prefill(q, out=shifted, **arguments)
+
+    if not with_plan:
+        calls()
+        return
+    monkeypatch.setenv("MLACAST_BACKEND", "triton")
+    with fake_gpu(monkeypatch) as gpu:
+        calls()
+        assert len(gpu.runs) == 3
+
+
+@pytest.mark.parametrize(("function", "make"), ON_FAKE_GPU)
+def test_modes_see_the_operator_of_a_known_call(
+    function: Callable[..., Any],
+    make: Callable[[], Arguments],
+    gpu: FakeGpu,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MLACAST_BACKEND", "triton")
+    arguments = make()
+    for _ in range(2):
+        function(**arguments)
+    gpu.runs.clear()
+    names = [call.operator.name() for call in operators_of(lambda: function(**arguments))]
+    assert any(function.__name__ in name for name in names), names
+    assert gpu.runs
+    with torch.profiler.profile() as profile:
+        function(**arguments)
+    assert any(event.name.startswith("mlacast::") for event in profile.events())
+
+
+def test_the_environment_is_read_every_time(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = _prefill()
+    runs = []
+    for backend in ("triton", "reference", "triton", "reference"):
+        monkeypatch.setenv("MLACAST_BACKEND", backend)
+        mlacast.sparse_mla_prefill(**arguments)
+        runs.append(len(gpu.runs))
+    assert runs == [1, 1, 2, 2]
+    arguments["indices"] = torch.full((2, 4), 99, dtype=torch.int32)
+    mlacast.sparse_mla_prefill(**arguments)
+    monkeypatch.setenv("MLACAST_VALIDATE", "1")
+    with pytest.raises(ValueError, match="indices must have values in"):
+        mlacast.sparse_mla_prefill(**arguments)
+
+
+def test_the_placement_of_scales_is_read_every_time(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlacast.compat.flash_mla import set_v41_placement
+
+    monkeypatch.setenv("MLACAST_BACKEND", "triton")
+    arguments = {**_fused_decode(), "k_cache": mlacast.KvFormat.V41.allocate(2, 4)}
+    arguments["extra_k_cache"] = mlacast.KvFormat.V41.allocate(2, 4)
+    variants = []
+    try:
+        for placement in ("footer", "inline", "footer", "inline"):
+            set_v41_placement(placement)
+            gpu.runs.clear()
+            fused.decode(**arguments)
+            variants.append([kernel.function for kernel, _ in gpu.runs])
+    finally:
+        set_v41_placement("footer")
+    assert variants[:2] == variants[2:]
+    assert variants[0][0] != variants[1][0]
+
+
+def test_numbers_that_compare_equal_are_told_apart() -> None:
+    numbers = [0, 0.0, -0.0, False, 1, 1.0, True, "1", None]
+    for first, second in itertools.permutations(numbers, 2):
+        calls = known_calls.Calls()
+        calls.remember("op", [first], known_calls.KnownCall(None, [first]))
+        assert calls.find("op", [first]) is not None
+        assert calls.find("op", [second]) is None, (first, second)
+        assert calls.find("other", [first]) is None
+
+
+def test_a_tensor_that_comes_twice_is_told_from_two_tensors(gpu: FakeGpu) -> None:
+    arguments = {**_decode(), "backend": "triton"}
+    arguments["extra_topk_length"] = arguments["topk_length"]
+    other = {**arguments, "extra_topk_length": torch.ones(2, dtype=torch.int32)}
+    lengths = []
+    for call in (arguments, other, arguments, other):
+        gpu.runs.clear()
+        mlacast.sparse_mla_decode(**call)
+        values = [v.data_ptr() if isinstance(v, torch.Tensor) else v for v in gpu.runs[0][1]]
+        lengths.append(values.count(other["extra_topk_length"].data_ptr()))
+    assert lengths == [0, 1, 0, 1]
+
+
+def test_tables_are_bounded_and_keep_no_tensor(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(known_calls, "MAX_FACTS", 3)
+    monkeypatch.setattr(known_calls, "MAX_METADATA", 2)
+    seen = []
+    for scale, rows in itertools.product((0.1, 0.2, 0.3, 0.4, 0.5), (3, 4, 5, 6)):
+        arguments = {**_prefill(), "sm_scale": scale, "kv": torch.zeros(rows, 512, dtype=BF16)}
+        mlacast.sparse_mla_prefill(**{**arguments, "backend": "triton"})
+        seen += [weakref.ref(v) for v in arguments.values() if isinstance(v, torch.Tensor)]
+        seen.append(weakref.ref(arguments["out"].data))
+    gpu.runs.clear()
+    del arguments
+    gc.collect()
+    assert [ref for ref in seen if ref() is not None] == []
+    for calls in (known_calls.PUBLIC, known_calls.OPERATORS):
+        assert [len(entries) for entries in calls._calls.values()] == [2, 2, 2]
+
+
+def test_metadata_compared_in_python_is_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch brings no guards, the comparison in Python tells the same calls apart."""
+    tensor = torch.zeros(4, 6)
+    variants = [
+        tensor,
+        tensor[:2],
+        tensor.T,
+        tensor.double(),
+        tensor.to("meta"),
+        torch.nn.Parameter(tensor),
+    ]
+    for first, second in itertools.product(variants, repeat=2):
+        guards = known_calls._metadata_of([first])
+        plain = known_calls.PlainMetadata(first)
+        assert guards.check(first) and plain.check(first)
+        assert guards.check(second) == plain.check(second) == (first is second)
