@@ -227,7 +227,12 @@ def _refuse(*arguments: Any, **options: Any) -> None:
     raise AssertionError("a known call launches without Triton's binder")
 
 
-@pytest.mark.parametrize(("call", "make", "shape"), REPEATED, ids=str)
+def _id(value: object) -> str:
+    """A name that is the same in every process, which the address of a function is not."""
+    return getattr(value, "__qualname__", str(value))
+
+
+@pytest.mark.parametrize(("call", "make", "shape"), REPEATED, ids=_id)
 def test_a_repeated_call_launches_what_triton_launches(
     call: Callable[..., Any],
     make: Callable[[Shape], dict[str, Any]],
