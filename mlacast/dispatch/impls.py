@@ -33,6 +33,8 @@ class Impl:
         archs: Architectures it runs on; None means every device torch has.
         features: Features it has; None means every feature, which only the reference may claim.
         requires: Top-level modules it needs, beside torch.
+        planner: ``module:function`` that picks the splits of a decode from s_q, h_q, the width of
+            both lists, the device and batch_invariant; None for one split.
     """
 
     op: str
@@ -41,6 +43,7 @@ class Impl:
     archs: frozenset[str] | None = None
     features: frozenset[str] | None = None
     requires: tuple[str, ...] = ()
+    planner: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse rows that could never be selected."""
@@ -109,6 +112,7 @@ _PORTABLE = (
         PORTABLE_ARCHS,
         QUERY_FEATURES | DECODE_FEATURES | OUT_FEATURES | KV_FEATURES,
         ("triton",),
+        "mlacast.kernels.config.sparse_attention:plan_portable_decode",
     ),
     Impl(
         "dense_mla_decode",

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+import torch
+
 from mlacast.descriptors.kv_format import KvFormat
+from mlacast.dispatch.arch import arch_of
+from mlacast.dispatch.select import load, requested_backend, select
 from mlacast.errors import check_type, fail
 from mlacast.ops.known_calls import described_by_attributes
 from mlacast.ops.output import D_V
@@ -79,6 +83,29 @@ def check_num_splits(op: str, num_splits: int) -> None:
         fail(op, "num_splits", "be at least 1", num_splits)
 
 
+def _device(device: torch.device | str | None) -> torch.device:
+    """Device of a plan."""
+    if device is not None:
+        return torch.device(device)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _splits_of(
+    device: torch.device,
+    pools: frozenset[str],
+    s_q: int,
+    h_q: int,
+    width: int,
+    batch_invariant: bool,
+) -> int:
+    """Splits that the first backend for ``pools`` picks on ``device``."""
+    impl = select("sparse_mla_decode", pools, arch_of(device), requested_backend(OP, None))
+    if impl.planner is None:
+        return 1
+    splits: int = load(impl.planner)(s_q, h_q, width, device, batch_invariant)
+    return splits
+
+
 def plan_sparse_decode(
     s_q: int,
     h_q: int,
@@ -89,6 +116,7 @@ def plan_sparse_decode(
     extra_kv_format: KvFormat | None = None,
     num_splits: int | None = None,
     batch_invariant: bool = False,
+    device: torch.device | str | None = None,
 ) -> SparseDecodeSchedule:
     """Make a schedule for calls of ``sparse_mla_decode`` with these shapes.
 
@@ -100,8 +128,10 @@ def plan_sparse_decode(
         extra_topk: Width of ``extra_indices``; 0 without a second pool.
         extra_kv_format: Format of the second pool; given if and only if ``extra_topk`` belongs to
             one.
-        num_splits: Ranges of index columns per row; None lets the schedule choose.
+        num_splits: Ranges of index columns per row; None picks those that the backend of ``device``
+            would pick for a call without a schedule.
         batch_invariant: Choose chunk boundaries that do not depend on ``s_q``.
+        device: Where the calls will run; None means the current GPU if there is one, else the CPU.
 
     Returns:
         A schedule. It holds no lengths: the same object stays valid when those change.
@@ -124,8 +154,17 @@ def plan_sparse_decode(
     if num_splits is not None:
         check_num_splits(OP, num_splits)
     check_type(OP, "batch_invariant", batch_invariant, bool, "a bool")
+    check_type(OP, "device", device, (torch.device, str, type(None)), "a torch.device, str or None")
+    splits = num_splits
+    if splits is None:
+        pools = {f"kv:{kv_format.name}"}
+        if extra_kv_format is not None:
+            pools.add(f"extra_kv:{extra_kv_format.name}")
+        splits = _splits_of(
+            _device(device), frozenset(pools), s_q, h_q, topk + extra_topk, batch_invariant
+        )
     return SparseDecodeSchedule(
-        s_q, h_q, topk, kv_format, extra_topk, extra_kv_format, num_splits or 1, batch_invariant
+        s_q, h_q, topk, kv_format, extra_topk, extra_kv_format, splits, batch_invariant
     )
 
 

@@ -83,7 +83,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     for op in ("sparse_mla_prefill", "sparse_mla_decode"):
         module = importlib.import_module(f"mlacast.ops.{op}")
         monkeypatch.setattr(module, "arch_of", lambda device: ARCH)
-    monkeypatch.setattr(sparse_mla_decode, "choose_num_splits", lambda *arguments: 3)
+    monkeypatch.setattr(sparse_mla_decode, "plan_portable_decode", lambda *arguments: 3)
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     _forget()

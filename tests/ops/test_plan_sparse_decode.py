@@ -30,6 +30,36 @@ def test_partials_of_every_split_fit_in_the_workspace() -> None:
         assert mlacast.workspace_size(plan) >= num_splits * 4 * 2 * 513 * 4
 
 
+def test_a_plan_for_a_gpu_has_the_splits_of_a_call_without_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ten blocks of 64 keys, one tile: an unplanned call would not leave 131 processors idle."""
+    config = pytest.importorskip("mlacast.kernels.config.sparse_attention")
+    monkeypatch.setattr("mlacast.ops.schedule.arch_of", lambda device: "sm90")
+    monkeypatch.setattr("mlacast.dispatch.select.is_installed", lambda module: True)
+    monkeypatch.setattr(config, "num_multiprocessors", lambda device: 132)
+    few = mlacast.plan_sparse_decode(1, 64, 640, kv_format=V4, device="cuda:0")
+    many = mlacast.plan_sparse_decode(1000, 64, 640, kv_format=V4, device="cuda:0")
+    assert few.num_splits > 1
+    assert many.num_splits == 1
+    fixed = [
+        mlacast.plan_sparse_decode(
+            s_q, 64, 640, kv_format=V4, device="cuda:0", batch_invariant=True
+        ).num_splits
+        for s_q in (1, 7, 1000)
+    ]
+    assert len(set(fixed)) == 1
+
+
+def test_a_plan_for_the_cpu_has_one_split() -> None:
+    assert mlacast.plan_sparse_decode(1, 64, 640, kv_format=V4, device="cpu").num_splits == 1
+
+
+def test_a_plan_needs_a_device() -> None:
+    with pytest.raises(TypeError, match="plan_sparse_decode: device must be .*got int"):
+        mlacast.plan_sparse_decode(1, 64, 640, kv_format=V4, device=0)  # type: ignore[arg-type]
+
+
 def test_zero_tokens_can_be_planned() -> None:
     plan = mlacast.plan_sparse_decode(0, 8, 64, kv_format=V4)
     assert mlacast.workspace_size(plan) >= 0

@@ -66,6 +66,15 @@ def choose_decode_splits(
     return -(-blocks // -(-blocks // limit))
 
 
+def plan_portable_decode(
+    s_q: int, h_q: int, width: int, device: torch.device, batch_invariant: bool
+) -> int:
+    """Splits that the portable decode picks for ``width`` index columns of both lists."""
+    config = tile_config(h_q)
+    programs = s_q * -(-h_q // config.block_h)
+    return choose_num_splits(programs, width, config.block_n, device, batch_invariant)
+
+
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a device; 1 where there are none to ask about."""

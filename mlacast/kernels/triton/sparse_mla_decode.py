@@ -22,7 +22,7 @@ from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.sparse_attention import attend_pool, finish_rows, load_query
 from mlacast.kernels.common.store import store_output
 from mlacast.kernels.common.targets import store_target
-from mlacast.kernels.config.sparse_attention import choose_num_splits, tile_config
+from mlacast.kernels.config.sparse_attention import plan_portable_decode, tile_config
 
 
 @triton.jit
@@ -350,8 +350,8 @@ def launch_sparse_mla_decode(
             launches, extra_kv_format, extra_k_cache, extra_indices, extra_topk_length
         )
         width += extra_indices.shape[1]
-    splits = num_splits or choose_num_splits(
-        programs, width, config.block_n, q.device, batch_invariant
+    splits = num_splits or plan_portable_decode(
+        num_tokens, num_heads, width, q.device, batch_invariant
     )
     # No more splits than blocks; but two stay two, so that a narrower list runs the same variant.
     splits = min(splits, max(triton.cdiv(width, config.block_n), 2))
