@@ -97,7 +97,10 @@ def _compile(constants: dict[str, Any]) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from mlacast.kernels.gluon.sm90.sparse_mla_decode import OPTIONS, sparse_mla_decode_kernel
+    from mlacast.kernels.gluon.sm90.sparse_mla_decode_kernel import (
+        OPTIONS,
+        sparse_mla_decode_kernel,
+    )
 
     names = sparse_mla_decode_kernel.arg_names
     types = {
