@@ -12,7 +12,7 @@ from torch import Tensor
 import mlacast
 from tests import oracles
 from tests.cache_writers import FilledCache
-from tests.format_cases import FAMILIES, FormatCase, case_id
+from tests.format_cases import FAMILIES, MXFP8_CHUNK32, FormatCase, case_id
 from tests.kernels import launches, store_cases
 from tests.scenarios import CACHES, CacheCase, cache_id, draw_indices, used_rows
 
@@ -232,6 +232,26 @@ def test_quantised_bytes_are_those_of_the_float32_output(case: FormatCase, num_s
     launches.decode(q, pool.cache, pool.indices, actual[start : start + 3], **options)
     mlacast.reference.quantize_output(exact.reshape(3, 2, 1024), expected[start : start + 3])
     store_cases.assert_same_storages(actual, expected)
+
+
+def test_many_rows_are_merged_like_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of four heads, of which the last has two, give the bits of programs of one."""
+    pool = make_pool(V4, 150, 64)
+    q = torch.randn(3, 6, 512)
+    options: dict[str, Any] = {
+        "kv_format": pool.kv_format,
+        "num_splits": 3,
+        "rope": mlacast.Rope(launches.unit_table(9), launches.POSITIONS),
+        "attn_sink": torch.randn(6),
+    }
+    results = []
+    for few_rows in (1024, 0):
+        monkeypatch.setattr("mlacast.kernels.common.combine_splits._FEW_ROWS", few_rows)
+        buffer = store_cases.empty_buffer(MXFP8_CHUNK32, 3, 2, 1536, "cpu")
+        lse = launches.decode(q, pool.cache, pool.indices, buffer, **options).lse
+        results.append((buffer, lse))
+    store_cases.assert_same_storages(results[1][0], results[0][0])
+    assert oracles.same_bits(results[1][1], results[0][1])
 
 
 def test_batch_invariant_rows_have_the_same_bits_alone_and_together() -> None:

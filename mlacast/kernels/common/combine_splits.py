@@ -46,6 +46,8 @@ UNALIGNED_IN_EPILOGUE = [
 _SPLITS_AT_ONCE = tl.constexpr(32)
 # Dimensions of a program; only the last of a head rotates.
 _WIDTH = 128
+# Rows (token, head) up to which a program merges one head.
+_FEW_ROWS = 1024
 
 
 @triton.jit(
@@ -221,7 +223,7 @@ def combine_splits(
         **flags: HAS_ROPE, HALF_PAIRING, HAS_SINK.
     """
     # Few rows need every multiprocessor; many are cheaper in larger programs.
-    block_h = 1 if num_tokens * num_heads <= 1024 else 4
+    block_h = 1 if num_tokens * num_heads <= _FEW_ROWS else 4
     launches.launch(
         combine_splits_kernel,
         (num_tokens * triton.cdiv(num_heads, block_h), 512 // _WIDTH),

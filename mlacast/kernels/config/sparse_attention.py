@@ -59,7 +59,7 @@ def choose_decode_splits(
     blocks = max(blocks, 1)
     if batch_invariant:
         return -(-blocks // 6)
-    limit = min(multiprocessors // max(tiles, 1), blocks)
+    limit = multiprocessors // max(tiles, 1)
     if limit < 2:
         return 1
     # The fewest splits that are as short as ``limit`` of them would be.

@@ -39,6 +39,7 @@ def _pool_arguments(
     lengths: torch.Tensor | None,
 ) -> tuple[Any, ...]:
     """One pool as kernel arguments, cache to length stride; pages count in units of 16 bytes."""
+    assert cache.stride(0) * cache.element_size() % 16 == 0, "records are copied 16 bytes at a time"
     return (
         launches.inside(cache, cache.view(torch.int32)),
         cache.stride(0) // 16,

@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from mlacast.kernels.common.sm90_masks import any_masked, apply_mask
 from mlacast.kernels.common.sm90_rotation import (
     load_angles,
     opaque,
@@ -54,23 +55,6 @@ def _publish_weights(p, alpha, p_smem, alpha_smem, p_ready, p_free, count):
     alpha_smem.store(alpha)
     fence_async_shared()
     mbarrier.arrive(p_ready, count=1)
-
-
-@gluon.jit
-def _any_masked(mask):
-    """Whether a block has keys that do not count; as one number, for a branch."""
-    # Every warp reads all 64 entries: no exchange between warps.
-    WARP: gl.constexpr = gl.DistributedLinearLayout(
-        [[1]], [[2], [4], [8], [16], [32]], [[0], [0]], [], [64]
-    )
-    # Opaque, so that the exchange happens here, while the scores are computed.
-    return opaque(gl.max(mask.load(WARP).to(gl.int32), 0))
-
-
-@gluon.jit
-def _apply_mask(s, mask, COLUMN: gl.constexpr):
-    """Scores [64, 64] with -inf for keys that do not count."""
-    return gl.where((mask.load(COLUMN) != 0)[None, :], -float("inf"), s)
 
 
 @gluon.jit
@@ -249,7 +233,7 @@ def score_role(
                 S,
             )
             mask = mask_smem.index(count & 3)
-            masked = _any_masked(mask)
+            masked = any_masked(mask)
             if DELAY_OUTPUT:
                 s = warpgroup_mma_wait(1, deps=[s])
                 if i > 0:
@@ -257,7 +241,7 @@ def score_role(
             s = warpgroup_mma_wait(0, deps=[s])
             slot, phase = next_piece(slot, phase, NUM_PIECES)
             if masked != 0:
-                s = _apply_mask(s, mask, COLUMN)
+                s = apply_mask(s, mask, COLUMN)
             p, alpha, running_max, partial_sum = _softmax(
                 s, running_max, partial_sum, score_scale, PARTIAL
             )

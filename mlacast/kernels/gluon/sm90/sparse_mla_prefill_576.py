@@ -9,8 +9,6 @@ of 16 elements, scales above zero, whole heads.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,6 +18,7 @@ from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.descriptors.rope import Rope
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.targets import store_target
+from mlacast.kernels.config.sparse_attention import num_multiprocessors
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_576_barriers import (
     NUM_BARRIERS,
     init_barriers,
@@ -231,11 +230,6 @@ def sparse_mla_prefill_576_kernel(
     )
 
 
-@functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 def launch_sparse_mla_prefill_576(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -262,7 +256,7 @@ def launch_sparse_mla_prefill_576(
         name: value for name, value in target.constants.items() if name != "SF_COLUMN_TILES"
     }
     head_blocks = -(-num_heads // 64)
-    programs = min(num_tokens * head_blocks, _num_multiprocessors(q.device))
+    programs = min(num_tokens * head_blocks, num_multiprocessors(q.device))
     launches.launch(
         sparse_mla_prefill_576_kernel,
         (programs,),

@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from mlacast.kernels.common.sm90_masks import any_masked, apply_mask
 from mlacast.kernels.common.sm90_rotation import load_angles, opaque, rotate, split_pairs, table_row
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_576_barriers import (
     ALPHA_FREE,
@@ -56,23 +57,6 @@ def _start_scores(barriers, query, k, tail, S: gl.constexpr):
     s = warpgroup_mma_wait(6, deps=[s])
     mbarrier.arrive(barriers.index(TAIL_FREE), count=1)
     return s
-
-
-@gluon.jit
-def _any_masked(mask):
-    """Whether a block has keys that do not count; as one number, for a branch."""
-    # Every warp reads all 64 entries: no exchange between warps.
-    WARP: gl.constexpr = gl.DistributedLinearLayout(
-        [[1]], [[2], [4], [8], [16], [32]], [[0], [0]], [], [64]
-    )
-    # Opaque, so that the exchange happens here, while the scores are computed.
-    return opaque(gl.max(mask.load(WARP).to(gl.int32), 0))
-
-
-@gluon.jit
-def _apply_mask(s, mask, COLUMN: gl.constexpr):
-    """Scores [64, 64] with -inf for keys that do not count."""
-    return gl.where((mask.load(COLUMN) != 0)[None, :], -float("inf"), s)
 
 
 @gluon.jit
@@ -189,14 +173,14 @@ def score_role(
         mbarrier.wait(barriers.index(K_READY + slot), phase)
         fence_async_shared()
         s = _start_scores(barriers, query, k_smem.index(slot), tail_smem, S)
-        masked = _any_masked(mask_smem.index(slot))
+        masked = any_masked(mask_smem.index(slot))
         # The rescale factors of this tile come where the final factors of the last one are.
         mbarrier.wait(barriers.index(FACTOR_FREE), tile_phase ^ 1)
         running_max = gl.full((BLOCK_H,), -float("inf"), gl.float32, ROW)
         partial_sum = gl.full((BLOCK_H, 4), 0.0, gl.float32, PARTIAL)
         s = warpgroup_mma_wait(0, deps=[s])
         if masked != 0:
-            s = _apply_mask(s, mask_smem.index(slot), COLUMN)
+            s = apply_mask(s, mask_smem.index(slot), COLUMN)
         for _ in range(num_blocks - 1):
             phase = next_phase(slot, phase)
             slot = next_slot(slot)
@@ -206,12 +190,12 @@ def score_role(
             mbarrier.wait(barriers.index(K_READY + slot), phase)
             _publish_weights(barriers, p, alpha, p_smem, alpha_smem, count)
             s = _start_scores(barriers, query, k_smem.index(slot), tail_smem, S)
-            masked = _any_masked(mask_smem.index(slot))
+            masked = any_masked(mask_smem.index(slot))
             s = warpgroup_mma_wait(1, deps=[s])
             mbarrier.arrive(barriers.index(P_GO + (count & 1)), count=1)
             s = warpgroup_mma_wait(0, deps=[s])
             if masked != 0:
-                s = _apply_mask(s, mask_smem.index(slot), COLUMN)
+                s = apply_mask(s, mask_smem.index(slot), COLUMN)
             count += 1
         mbarrier.arrive(barriers.index(Q_FREE), count=1)
         # The query's registers are free now, and the end of the tile hides the latency of loads.

@@ -1,0 +1,154 @@
+"""Build a Hopper kernel for sm_90a without a GPU, and look at what the compiler made of it."""
+
+from __future__ import annotations
+
+import collections
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="needs triton to compile kernels")
+
+# Registers and spills are facts about one compiler: the one the GPU results were recorded with.
+_GATED_TRITON = "3.6."
+needs_gated_triton = pytest.mark.skipif(
+    not triton.__version__.startswith(_GATED_TRITON),
+    reason=f"the gate holds for triton {_GATED_TRITON}x, found {triton.__version__}",
+)
+_SHARED_MEMORY_BYTES = 227 * 1024
+_ALIGNED = (
+    "stride_q_token",
+    "stride_q_head",
+    "stride_kv",
+    "stride_data_token",
+    "stride_data_group",
+    "num_heads",
+)
+_WORDS = (
+    "cache_ptr",
+    "extra_cache_ptr",
+    "indices_ptr",
+    "extra_indices_ptr",
+    "length_ptr",
+    "extra_length_ptr",
+    "positions_ptr",
+)
+
+
+@dataclass(frozen=True)
+class Build:
+    """What a compilation gave.
+
+    Attributes:
+        notes: What ptxas says about registers and wgmma.
+        sass: Disassembly.
+    """
+
+    notes: str
+    sass: str
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Most bytes that are stored or loaded by spills, per thread."""
+        return max(int(number) for number in re.findall(r"(\d+) bytes spill", self.notes))
+
+    @property
+    def products(self) -> dict[str, int]:
+        """Warp-group products by rows x columns."""
+        found = re.findall(r"HGMMA\.(64x\d+)x16\.F32\.BF16", self.sass)
+        return dict(collections.Counter(found))
+
+    @property
+    def copy_bits(self) -> set[str]:
+        """Widths of the asynchronous copies that have one."""
+        return set(re.findall(r"LDGSTS\.E(?:\.\w+)*?\.(\d+) ", self.sass))
+
+    @property
+    def key_loops(self) -> list[str]:
+        """Innermost loops that multiply; every role starts by setting its register count."""
+        return [loop for role in re.split("USETMAXREG", self.sass) for loop in _key_loops(role)]
+
+
+def _type_of(argument: str, kind: int) -> str:
+    """Type of a runtime argument."""
+    if argument in ("q_ptr", "kv_ptr"):
+        return "*bf16"
+    if argument == "data_ptr":
+        return "*u8" if kind else "*bf16"
+    if argument in _WORDS:
+        return "*i32"
+    if argument == "sf_ptr":
+        return {0: "*bf16", 4: "*i32"}.get(kind, "*fp32")
+    if argument.endswith("_ptr"):
+        return "*fp32"
+    return "fp32" if argument in ("eps", "sm_scale") else "i32"
+
+
+def _tool(*command: str) -> str:
+    """Run a program of Triton's package; its output and notes as one text."""
+    folder = Path(triton.__file__).parent / "backends/nvidia/bin"
+    run = subprocess.run(
+        [str(folder / command[0]), *command[1:]], capture_output=True, text=True, check=True
+    )
+    return run.stdout + run.stderr
+
+
+def _key_loops(role: str) -> list[str]:
+    """Innermost loops of a role that multiply: from a conditional backward branch's target."""
+    places = [
+        (int(address, 16), text)
+        for address, text in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", role)
+    ]
+    loops = []
+    for address, text in places:
+        branch = re.match(r"@!?U?P\d+ BRA 0x([0-9a-f]+)", text)
+        if branch and int(branch[1], 16) < address:
+            start = int(branch[1], 16)
+            body = "\n".join(text for at, text in places if start <= at <= address)
+            if "HGMMA" in body:
+                loops.append((start, address, body))
+    return [
+        body
+        for start, stop, body in loops
+        if not any(start <= a and b <= stop and (a, b) != (start, stop) for a, b, _ in loops)
+    ]
+
+
+def build(kernel: Any, options: dict[str, int], constants: dict[str, Any]) -> Build:
+    """Compile one variant, and check what holds for every Hopper kernel.
+
+    Shared memory fits, no role lost its registers, no wgmma is serialised, no loop over keys
+    touches local memory, and the only matrix instructions are those of a warpgroup.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    names = kernel.arg_names
+    types = {
+        name: "constexpr" if name in constants else _type_of(name, constants["KIND"])
+        for name in names
+    }
+    values = {(names.index(name),): value for name, value in constants.items()}
+    aligned = [name for name in names if types[name].startswith("*") or name in _ALIGNED]
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = GluonASTSource(kernel, types, values, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert compiled.metadata.shared <= _SHARED_MEMORY_BYTES
+    with tempfile.TemporaryDirectory() as folder:
+        ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        ptx.write_text(compiled.asm["ptx"])
+        cubin.write_bytes(compiled.asm["cubin"])
+        again = str(Path(folder, "again.cubin"))
+        notes = _tool("ptxas", "-v", "--gpu-name=sm_90a", str(ptx), "-o", again)
+        sass = _tool("cuobjdump", "-sass", str(cubin))
+    result = Build(notes, sass)
+    assert not re.findall(r"C75\d\d", notes)
+    assert len(result.key_loops) == 3, "scores and two halves of the output"
+    assert not any(re.search(r"\b(LDL|STL)\b", loop) for loop in result.key_loops)
+    assert "HMMA" not in sass.replace("HGMMA", "")
+    return result
