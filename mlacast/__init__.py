@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mlacast.descriptors.rope import Rope
     from mlacast.errors import UnsupportedError
     from mlacast.ops.dense_mla_decode import dense_mla_decode
+    from mlacast.ops.dense_mla_prefill import dense_mla_prefill
     from mlacast.ops.explain import Explanation, explain
     from mlacast.ops.grouped_out_project import grouped_out_project
     from mlacast.ops.kv_cache_append import kv_cache_append
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from mlacast.ops.schedule import SparseDecodeSchedule, plan_sparse_decode, workspace_size
     from mlacast.ops.sparse_mla_decode import sparse_mla_decode
     from mlacast.ops.sparse_mla_prefill import sparse_mla_prefill
+    from mlacast.ops.v_up_project import v_up_project
 
 __version__ = "0.1.0"
 
@@ -46,6 +48,7 @@ _EXPORTS = {
     "SparseDecodeSchedule": "mlacast.ops.schedule",
     "UnsupportedError": "mlacast.errors",
     "dense_mla_decode": "mlacast.ops.dense_mla_decode",
+    "dense_mla_prefill": "mlacast.ops.dense_mla_prefill",
     "explain": "mlacast.ops.explain",
     "grouped_out_project": "mlacast.ops.grouped_out_project",
     "kv_cache_append": "mlacast.ops.kv_cache_append",
@@ -56,9 +59,10 @@ _EXPORTS = {
     "rope_quantize_fp8": "mlacast.ops.rope_quantize_fp8",
     "sparse_mla_decode": "mlacast.ops.sparse_mla_decode",
     "sparse_mla_prefill": "mlacast.ops.sparse_mla_prefill",
+    "v_up_project": "mlacast.ops.v_up_project",
     "workspace_size": "mlacast.ops.schedule",
 }
-_SUBPACKAGES = ("compat", "integrations", "reference")
+_SUBPACKAGES = ("compat", "integrations", "layers", "reference")
 
 __all__ = [
     "Bf16",
@@ -75,6 +79,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "dense_mla_decode",
+    "dense_mla_prefill",
     "explain",
     "grouped_out_project",
     "kv_cache_append",
@@ -85,6 +90,7 @@ __all__ = [
     "rope_quantize_fp8",
     "sparse_mla_decode",
     "sparse_mla_prefill",
+    "v_up_project",
     "workspace_size",
 ]
 

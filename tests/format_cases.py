@@ -98,7 +98,7 @@ def case_id(case: FormatCase) -> str:
 
 def storage_bytes(tensor: Tensor) -> Tensor:
     """The whole storage behind a tensor as uint8, shared with it."""
-    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def fill_storage(tensor: Tensor, byte: int = 0x5A) -> None:

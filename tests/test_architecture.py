@@ -26,7 +26,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "kernels": LEAVES,
     "dispatch": LEAVES,
     "ops": LEAVES | {"dispatch"},
-    "compat": LEAVES | {"ops", "api", "call_log"},
+    "compat": LEAVES | {"ops", "api", "call_log", "layers"},
     "integrations": LEAVES | {"ops", "api"},
     "distributed": LEAVES | {"ops", "api"},
     "layers": LEAVES | {"ops", "api"},

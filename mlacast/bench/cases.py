@@ -98,7 +98,15 @@ def _decode(
     )
 
 
-def _v32(name: str, op: str, tokens: int, rows: int, target: Target) -> Case:
+def _wide(
+    name: str,
+    op: str,
+    tokens: int,
+    rows: int,
+    target: Target,
+    kv_format: KvFormat = KvFormat.V32,
+) -> Case:
+    """576 query dimensions, attention alone; over per-tensor FP8 the query is FP8 too."""
     is_decode = op == DECODE
     return Case(
         name,
@@ -108,7 +116,7 @@ def _v32(name: str, op: str, tokens: int, rows: int, target: Target) -> Case:
         2048,
         rows,
         d_qk=576,
-        kv_format=KvFormat.V32 if is_decode else None,
+        kv_format=kv_format if is_decode else None,
         fused=False,
         protocol="graph" if is_decode else "burst",
         target=target,
@@ -125,7 +133,7 @@ PREFILL_CASES = (
     _prefill(4096, 128, 1152, 32768, Target(1870, 1770)),
     _prefill(4096, 64, 2048, 8192, Target(1600, 1530)),
     _prefill(4096, 128, 2048, 8192, Target(3130, 3000)),
-    _v32("prefill-v32-h128-k2048-kv8192-t4096", PREFILL, 4096, 8192, Target(3300)),
+    _wide("prefill-v32-h128-k2048-kv8192-t4096", PREFILL, 4096, 8192, Target(3300)),
     *(_prefill(tokens, 64, 640, 32768, Target(16)) for tokens in (1, 16, 64)),
     *(_prefill(4096, heads, 640, 32768, _FLOOR) for heads in (8, 16, 32)),
 )
@@ -138,8 +146,19 @@ DECODE_CASES = (
         for tokens, first, then in rows
     ),
     *(
-        _v32(f"decode-v32-h128-2048-b{tokens}", DECODE, tokens, POOL_SLOTS, Target(first, then))
+        _wide(f"decode-v32-h128-2048-b{tokens}", DECODE, tokens, POOL_SLOTS, Target(first, then))
         for tokens, first, then in ((64, 85, 68), (128, 165, 130))
+    ),
+    *(
+        _wide(
+            f"decode-fp8-h128-2048-b{tokens}",
+            DECODE,
+            tokens,
+            POOL_SLOTS,
+            Target(first),
+            KvFormat.FP8,
+        )
+        for tokens, first in ((64, 72), (128, 141))
     ),
     *(
         _decode(

@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 
 from mlacast.bench.cases import PREFILL, Case
+from mlacast.descriptors.kv_format import KvFormat
 
 D_V = 512
 PADDED_HEADS = 64
@@ -55,17 +56,19 @@ def expected_distinct(draws: int, pool: int) -> float:
 
 def _row_bytes(case: Case) -> float:
     """Bytes of the distinct cache rows."""
-    width = case.d_qk * 2 if case.kv_format is None else case.kv_format.bytes_per_token()
+    width = case.d_qk * 2 if case.kv_format is None else case.kv_format.bytes_per_token(case.d_qk)
     total = expected_distinct(case.tokens * case.topk, case.rows) * width
     if case.extra_kv_format is not None:
         draws = case.tokens * case.extra_topk
-        total += expected_distinct(draws, case.rows) * case.extra_kv_format.bytes_per_token()
+        total += expected_distinct(draws, case.rows) * case.extra_kv_format.bytes_per_token(
+            case.d_qk
+        )
     return total
 
 
 def moved_bytes(case: Case) -> float:
     """Bytes that must move through device memory."""
-    per_head = case.d_qk * 2  # the query
+    per_head = case.d_qk * (1 if case.kv_format is KvFormat.FP8 else 2)  # the query
     per_head += D_V + D_V // 32 if case.fused else D_V * 2  # the output
     per_head += 8 if case.op == PREFILL else 4  # lse, and the largest logit of prefill
     per_token = case.heads * per_head + 4 * (case.topk + case.extra_topk)

@@ -55,14 +55,16 @@ class Pools:
     device: torch.device
     _caches: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
-    def cache(self, kv_format: KvFormat, slots: int) -> Tensor:
-        """Return a cache of random tokens, [slots / 64, 64, 1, bytes]."""
+    def cache(self, kv_format: KvFormat, slots: int, d_qk: int) -> Tensor:
+        """Return a cache of random tokens, [slots / 64, 64, 1, bytes]; d_qk only for FP8."""
         key = (kv_format.name, slots)
         if key not in self._caches:
-            cache = kv_format.allocate(-(-slots // PAGE_SIZE), PAGE_SIZE, device=self.device)
+            width = None if kv_format.d_qk else d_qk
+            pages = -(-slots // PAGE_SIZE)
+            cache = kv_format.allocate(pages, PAGE_SIZE, d_qk=width, device=self.device)
             for start in range(0, slots, _APPEND_ROWS):
                 names = torch.arange(start, min(start + _APPEND_ROWS, slots), device=self.device)
-                latent = self.normal(names.shape[0], kv_format.d_qk or D_V)
+                latent = self.normal(names.shape[0], d_qk)
                 mlacast.kv_cache_append(latent, names, cache, kv_format)
             self._caches[key] = cache
         return self._caches[key]
@@ -145,12 +147,12 @@ def prepare(case: Case, pools: Pools, num_sets: int, l2_bytes: int) -> Workload:
             copies += _CACHES_PER_REPLAY * l2_bytes // (case.rows * case.d_qk * 2)
         kvs = [pools.normal(case.rows, case.d_qk) for _ in range(min(copies, num_sets))]
     else:
-        caches["k_cache"] = pools.cache(case.kv_format, case.rows)
+        caches["k_cache"] = pools.cache(case.kv_format, case.rows, case.d_qk)
     if case.extra_kv_format is not None:
-        caches["extra_k_cache"] = pools.cache(case.extra_kv_format, case.rows)
+        caches["extra_k_cache"] = pools.cache(case.extra_kv_format, case.rows, case.d_qk)
     sets = tuple(
         InputSet(
-            q=pools.normal(case.tokens, case.heads, case.d_qk, scale=3.0 if case.fused else 1.0),
+            q=_query(case, pools),
             indices=pools.integers(case.rows, case.tokens, case.topk),
             extra_indices=pools.integers(case.rows, case.tokens, case.extra_topk)
             if case.extra_kv_format is not None
@@ -166,6 +168,12 @@ def prepare(case: Case, pools: Pools, num_sets: int, l2_bytes: int) -> Workload:
     angles = torch.rand((TABLE_ROWS, 32), device=device) * (2 * math.pi)
     table = torch.cat((angles.cos(), angles.sin()), 1)
     return Workload(case, caches, torch.randn(case.heads, device=device), table, sets)
+
+
+def _query(case: Case, pools: Pools) -> Tensor:
+    """Return a query in bfloat16, over per-tensor FP8 caches in e4m3."""
+    q = pools.normal(case.tokens, case.heads, case.d_qk, scale=3.0 if case.fused else 1.0)
+    return q.to(torch.float8_e4m3fn) if case.kv_format is KvFormat.FP8 else q
 
 
 def _output(case: Case, device: torch.device) -> mlacast.QuantizedTensor | Tensor:

@@ -23,7 +23,9 @@ QUERY_FEATURES = frozenset(
 DECODE_FEATURES = frozenset({"q:fp8", "scale:value", "scale:device", "rope:output_only"})
 
 # What a call's strides and numbers ask for beyond the ordinary.
-LAYOUT_FEATURES = frozenset({"rows:unaligned", "groups:partial_heads", "sm_scale:not_positive"})
+LAYOUT_FEATURES = frozenset(
+    {"rows:unaligned", "heads:far_apart", "groups:partial_heads", "sm_scale:not_positive"}
+)
 
 OUT_FEATURES = frozenset(
     {"out:bf16", "out:fp8_tensor", "out:nvfp4", "out:mxfp8:head", "out:mxfp8:chunk32"}
@@ -37,6 +39,14 @@ OUT_FEATURES = frozenset(
 
 KV_FEATURES = frozenset(
     f"{pool}:{kv_format.name}" for pool in ("kv", "extra_kv") for kv_format in ALL_KV_FORMATS
+)
+
+# Two pools of different formats in one call.
+MIXED_POOL_FEATURES = frozenset(
+    f"pools:{main.name}+{extra.name}"
+    for main in ALL_KV_FORMATS
+    for extra in ALL_KV_FORMATS
+    if main != extra
 )
 
 ROPE_FEATURES = frozenset({"rope:interleaved", "rope:half"})

@@ -9,6 +9,7 @@ from mlacast.dispatch.features import (
     FP8_FEATURES,
     KV_FEATURES,
     LAYOUT_FEATURES,
+    MIXED_POOL_FEATURES,
     OUT_FEATURES,
     QUERY_FEATURES,
     ROPE_FEATURES,
@@ -57,8 +58,10 @@ OPS = (
     "sparse_mla_prefill",
     "sparse_mla_decode",
     "dense_mla_decode",
+    "dense_mla_prefill",
     "decode_metadata",
     "merge_attention_states",
+    "v_up_project",
     "quantize_output",
     "rope_quantize_fp8",
     "kv_cache_append",
@@ -69,7 +72,7 @@ OPS = (
 _REFERENCE = tuple(Impl(op, "reference", f"mlacast.reference.launch:{op}") for op in OPS)
 
 # What has been compared with the reference on an H200.
-_HOPPER_PREFILL = frozenset(
+_HOPPER_QUERY = frozenset(
     {
         "d_qk:512",
         "q_order:head",
@@ -78,20 +81,58 @@ _HOPPER_PREFILL = frozenset(
         "rope:interleaved",
         "rope:half",
         "attn_sink",
-        "out:bf16",
-        "out:mxfp8:head",
-        "out:mxfp8:chunk32",
-        "out:fp8_group:128:float32:mn_major",
+    }
+)
+_HOPPER_OUT = OUT_FEATURES - {"out:nvfp4"}
+_HOPPER_POOLS = frozenset(
+    {
+        "kv:V32",
+        "kv:FP8",
+        *(f"{pool}:{name}" for pool in ("kv", "extra_kv") for name in ("V4", "V41", "V41_INLINE")),
+        "extra_kv:V41_FP4",
+        "extra_kv:V41_FP4_INLINE",
+        *(
+            f"pools:{main}+{extra}"
+            for main in ("V41", "V41_INLINE")
+            for extra in ("V41", "V41_INLINE", "V41_FP4", "V41_FP4_INLINE")
+            if main != extra
+        ),
     }
 )
 
+# A latent of 576 dimensions is not normed, comes in head order and is not rotated back.
 _HOPPER = (
     Impl(
         "sparse_mla_prefill",
         "hopper",
         "mlacast.kernels.gluon.sm90.sparse_mla_prefill:launch_sparse_mla_prefill",
         frozenset({"sm90"}),
-        _HOPPER_PREFILL,
+        _HOPPER_QUERY | _HOPPER_OUT,
+        ("triton",),
+    ),
+    Impl(
+        "sparse_mla_prefill",
+        "hopper",
+        "mlacast.kernels.gluon.sm90.sparse_mla_prefill_576:launch_sparse_mla_prefill_576",
+        frozenset({"sm90"}),
+        (_HOPPER_QUERY | _HOPPER_OUT | {"d_qk:576"}) - {"d_qk:512", "q_order:chunk16", "q_norm"},
+        ("triton",),
+    ),
+    Impl(
+        "sparse_mla_decode",
+        "hopper",
+        "mlacast.kernels.gluon.sm90.sparse_mla_decode:launch_sparse_mla_decode",
+        frozenset({"sm90"}),
+        _HOPPER_QUERY | _HOPPER_OUT | _HOPPER_POOLS | DECODE_FEATURES | {"d_qk:576"},
+        ("triton",),
+        "mlacast.kernels.config.sparse_attention:plan_hopper_decode",
+    ),
+    Impl(
+        "dense_mla_prefill",
+        "hopper",
+        "mlacast.kernels.gluon.sm90.dense_mla_prefill:launch_dense_mla_prefill",
+        frozenset({"sm90"}),
+        OUT_FEATURES,
         ("triton",),
     ),
 )
@@ -110,7 +151,12 @@ _PORTABLE = (
         "triton",
         "mlacast.kernels.triton.sparse_mla_decode:launch_sparse_mla_decode",
         PORTABLE_ARCHS,
-        QUERY_FEATURES | DECODE_FEATURES | OUT_FEATURES | KV_FEATURES,
+        QUERY_FEATURES
+        | DECODE_FEATURES
+        | LAYOUT_FEATURES
+        | OUT_FEATURES
+        | KV_FEATURES
+        | MIXED_POOL_FEATURES,
         ("triton",),
         "mlacast.kernels.config.sparse_attention:plan_portable_decode",
     ),
@@ -128,6 +174,35 @@ _PORTABLE = (
         "mlacast.kernels.triton.decode_metadata:launch_decode_metadata",
         PORTABLE_ARCHS,
         frozenset(),
+        ("triton",),
+    ),
+)
+
+# What a dense layer adds: attention before absorption, its merge with that to cached context, and
+# the product after a decode.
+_PORTABLE_LAYER = (
+    Impl(
+        "dense_mla_prefill",
+        "triton",
+        "mlacast.kernels.triton.dense_mla_prefill:launch_dense_mla_prefill",
+        PORTABLE_ARCHS,
+        LAYOUT_FEATURES | OUT_FEATURES,
+        ("triton",),
+    ),
+    Impl(
+        "merge_attention_states",
+        "triton",
+        "mlacast.kernels.triton.merge_attention_states:launch_merge_attention_states",
+        PORTABLE_ARCHS,
+        OUT_FEATURES,
+        ("triton",),
+    ),
+    Impl(
+        "v_up_project",
+        "triton",
+        "mlacast.kernels.triton.v_up_project:launch_v_up_project",
+        PORTABLE_ARCHS,
+        OUT_FEATURES,
         ("triton",),
     ),
 )
@@ -160,4 +235,4 @@ _PORTABLE_BYTES = (
     ),
 )
 
-IMPLS: tuple[Impl, ...] = _HOPPER + _PORTABLE + _PORTABLE_BYTES + _REFERENCE
+IMPLS: tuple[Impl, ...] = _HOPPER + _PORTABLE + _PORTABLE_LAYER + _PORTABLE_BYTES + _REFERENCE

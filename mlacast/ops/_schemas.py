@@ -44,6 +44,11 @@ SCHEMAS: dict[str, str] = {
         "Tensor? attn_sink, float v_scale, Tensor? sm_scale_tensor, Tensor? v_scale_tensor, "
         f"{_OUT}) -> ()"
     ),
+    "dense_mla_prefill": (
+        "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+        "Tensor(a!) out_data, Tensor(b!)? out_sf, Tensor(c!) lse, SymInt max_seqlen_q, "
+        f"SymInt max_seqlen_k, float softmax_scale, bool causal, {_OUT}) -> ()"
+    ),
     "decode_metadata": (
         "(Tensor lengths, Tensor(a!) parts, Tensor(b!) num_splits, SymInt? topk, SymInt overhead, "
         "str backend) -> ()"
@@ -51,6 +56,9 @@ SCHEMAS: dict[str, str] = {
     "merge_attention_states": (
         "(Tensor[] outs, Tensor[] lses, Tensor(a!) out_data, Tensor(b!)? out_sf, Tensor(c!) lse, "
         f"str lse_layout, {_OUT}) -> ()"
+    ),
+    "v_up_project": (
+        f"(Tensor latent_out, Tensor w_uv, Tensor(a!) out_data, Tensor(b!)? out_sf, {_OUT}) -> ()"
     ),
     "quantize_output": f"(Tensor x, Tensor(a!) out_data, Tensor(b!)? out_sf, {_OUT}) -> ()",
     "rope_quantize_fp8": (

@@ -69,23 +69,28 @@ def _out_format_of(bound: Mapping[str, Any]) -> str:
     return Bf16().key
 
 
-def _group_features_of(bound: Mapping[str, Any]) -> int:
+def _group_features_of(bound: Mapping[str, Any], head_features: int) -> int:
     out, q = bound.get("out"), bound.get("q")
     if isinstance(out, QuantizedTensor):
         return out.features
     heads = q.shape[-2] if isinstance(q, torch.Tensor) else 1
-    return heads * D_V // max(int(bound.get("num_groups", 1)), 1)
+    return heads * head_features // max(int(bound.get("num_groups", 1)), 1)
 
 
-def _feature_arguments(bound: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate a public call into the arguments of the operation's ``required_features``."""
+def _feature_arguments(
+    bound: Mapping[str, Any], wanted: Mapping[str, Any], head_features: int
+) -> dict[str, Any]:
+    """Translate a public call into the arguments of the operation's ``required_features``.
+
+    ``head_features`` is the width of a head of its output.
+    """
     rope = bound.get("rope")
     translated: dict[str, Any] = {
         "rope_pairing": rope.pairing if isinstance(rope, Rope) else None,
         "rotates_query": rope.rotate_query if isinstance(rope, Rope) else True,
         "out_format": _out_format_of(bound),
         "format": _out_format_of(bound),
-        "group_features": _group_features_of(bound),
+        "group_features": _group_features_of(bound, head_features),
     }
     arguments = {}
     for name in wanted:
@@ -138,7 +143,9 @@ def explain(
         signature.apply_defaults()
         bound = signature.arguments
         wanted = inspect.signature(module.required_features).parameters
-        features = module.required_features(**_feature_arguments(bound, wanted))
+        features = module.required_features(
+            **_feature_arguments(bound, wanted, getattr(module, "D_V", D_V))
+        )
     place = torch.device(device) if device is not None else _device_of(bound) or torch.device("cpu")
     if place.type == "cuda" and not torch.cuda.is_available():
         fail("explain", "device", "be available here", place)

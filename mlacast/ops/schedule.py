@@ -11,6 +11,7 @@ from mlacast.dispatch.arch import arch_of
 from mlacast.dispatch.select import load, requested_backend, select
 from mlacast.errors import check_type, fail
 from mlacast.ops.known_calls import described_by_attributes
+from mlacast.ops.layout import pool_features
 from mlacast.ops.output import D_V
 from mlacast.ops.query import MAX_HEADS
 
@@ -157,12 +158,9 @@ def plan_sparse_decode(
     check_type(OP, "device", device, (torch.device, str, type(None)), "a torch.device, str or None")
     splits = num_splits
     if splits is None:
-        pools = {f"kv:{kv_format.name}"}
-        if extra_kv_format is not None:
-            pools.add(f"extra_kv:{extra_kv_format.name}")
-        splits = _splits_of(
-            _device(device), frozenset(pools), s_q, h_q, topk + extra_topk, batch_invariant
-        )
+        extra_name = None if extra_kv_format is None else extra_kv_format.name
+        pools = pool_features(kv_format.name, extra_name)
+        splits = _splits_of(_device(device), pools, s_q, h_q, topk + extra_topk, batch_invariant)
     return SparseDecodeSchedule(
         s_q, h_q, topk, kv_format, extra_topk, extra_kv_format, splits, batch_invariant
     )

@@ -14,6 +14,7 @@ from mlacast.dispatch.select import load, requested_backend, select
 from mlacast.errors import check_tensor, check_type, fail
 from mlacast.ops import value_checks
 from mlacast.ops.known_calls import PUBLIC, call_operator
+from mlacast.ops.layout import layout_features, pool_features
 from mlacast.ops.output import (
     D_V,
     Output,
@@ -411,17 +412,19 @@ def required_features(
     q_order: str,
     attn_sink: torch.Tensor | None,
     out_format: str,
+    group_features: int,
+    k_cache: torch.Tensor,
+    extra_k_cache: torch.Tensor | None = None,
     sm_scale: float | torch.Tensor = 1.0,
     v_scale: float | torch.Tensor = 1.0,
     rotates_query: bool = True,
 ) -> frozenset[str]:
     """Features that a backend needs for this call."""
     query = query_features(q.shape[-1], q_norm_eps, rope_pairing, q_order, attn_sink is not None)
-    pools = {f"kv:{kv_format}"}
-    if extra_kv_format is not None:
-        pools.add(f"extra_kv:{extra_kv_format}")
+    pools = pool_features(kv_format, extra_kv_format)
     decode = decode_features(q, sm_scale, v_scale, rotates_query)
-    return query | decode | pools | features_of(out_format)
+    layout = layout_features((q,), group_features, sm_scale, (k_cache, extra_k_cache))
+    return query | decode | pools | layout | features_of(out_format)
 
 
 def run(
@@ -469,6 +472,9 @@ def run(
         q_order,
         attn_sink,
         out_format,
+        out_data.shape[2] * (2 if out_format == "nvfp4" else 1),
+        k_cache,
+        extra_k_cache,
         sm_scale if sm_scale_tensor is None else sm_scale_tensor,
         v_scale if v_scale_tensor is None else v_scale_tensor,
         rotate_query,

@@ -13,6 +13,7 @@ from mlacast.dispatch.select import load, requested_backend, select
 from mlacast.errors import check_tensor, fail
 from mlacast.ops import value_checks
 from mlacast.ops.known_calls import PUBLIC, call_operator
+from mlacast.ops.layout import layout_features
 from mlacast.ops.output import (
     D_V,
     Output,
@@ -243,20 +244,10 @@ def required_features(
     out_format: str,
     group_features: int,
 ) -> frozenset[str]:
-    """Features that a backend needs for this call.
-
-    Beside formats and options: rows that do not start at multiples of 32 bytes, output groups that
-    are not whole heads, and a score scale that does not keep the order of the logits.
-    """
+    """Features that a backend needs for this call."""
     query = query_features(q.shape[-1], q_norm_eps, rope_pairing, q_order, attn_sink is not None)
-    layout = set()
-    steps = (q.stride(0), q.stride(1), kv.stride(0))
-    if q.data_ptr() % 16 or kv.data_ptr() % 16 or any(step % 16 for step in steps):
-        layout.add("rows:unaligned")
-    if group_features % D_V:
-        layout.add("groups:partial_heads")
-    if sm_scale <= 0.0:
-        layout.add("sm_scale:not_positive")
+    latents = kv[:, 0] if kv.dim() == 3 else kv
+    layout = layout_features((q, latents), group_features, sm_scale)
     return query | features_of(out_format) | layout
 
 

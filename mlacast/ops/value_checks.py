@@ -58,6 +58,21 @@ def check_indices(
         fail(op, argument, f"have values in [0, {num_rows}) or -1", f"{value} at {where}")
 
 
+def check_cu_seqlens(op: str, argument: str, bounds: torch.Tensor, total: int) -> None:
+    """Bounds of packed sequences ascend from 0 to at most ``total``."""
+    values = bounds.tolist()
+    for at, (low, high) in enumerate(zip([0, *values], [*values, total], strict=True)):
+        if high < low or (at == 0 and high != 0):
+            fail(op, argument, f"ascend from 0 to at most {total}", values)
+
+
+def check_longest(op: str, argument: str, longest: int, bounds: torch.Tensor) -> None:
+    """No packed sequence is longer than ``longest``."""
+    found = int(bounds.diff().max()) if bounds.numel() > 1 else 0
+    if found > longest:
+        fail(op, argument, f"be at least {found}, the longest sequence", longest)
+
+
 def check_slots(op: str, slots: torch.Tensor, num_slots: int) -> None:
     """Every slot is -1 (skip) or exists."""
     bad = (slots < -1) | (slots >= num_slots)

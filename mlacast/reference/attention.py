@@ -24,6 +24,33 @@ class AttentionState(NamedTuple):
     lse: torch.Tensor
 
 
+def weigh(logits: torch.Tensor, values: torch.Tensor) -> AttentionState:
+    """Weigh ``values`` by the softmax of ``logits``.
+
+    Args:
+        logits: [..., h, n], scaled; n may be 0.
+        values: [..., n, d_v], one set for the h rows of logits, in their dtype.
+
+    Returns:
+        The state, with the leading dimensions of ``logits`` before those of `AttentionState`.
+    """
+    if logits.shape[-1] == 0:
+        empty = torch.full(logits.shape[:-1], -torch.inf, dtype=logits.dtype, device=logits.device)
+        shape = (*logits.shape[:-1], values.shape[-1])
+        return AttentionState(
+            torch.zeros(shape, dtype=logits.dtype, device=logits.device), empty, empty.clone()
+        )
+    max_logits = logits.amax(dim=-1)
+    # -inf - (-inf) is NaN: a row whose logits are all -inf is shifted by 0 and sums to 0, like an
+    # empty one.
+    shift = torch.where(torch.isneginf(max_logits), torch.zeros_like(max_logits), max_logits)
+    weights = torch.exp(logits - shift[..., None])
+    total = weights.sum(dim=-1)
+    out = (weights @ values) / total[..., None]
+    out = torch.where((total == 0)[..., None], torch.zeros_like(out), out)
+    return AttentionState(out, max_logits, shift + torch.log(total))
+
+
 def attend(q: torch.Tensor, rows: torch.Tensor, score_scale: torch.Tensor) -> AttentionState:
     """Attend one token to ``rows``; every row counts, repeats included.
 
@@ -35,23 +62,8 @@ def attend(q: torch.Tensor, rows: torch.Tensor, score_scale: torch.Tensor) -> At
     Returns:
         The state of the token.
     """
-    heads = q.shape[0]
-    if rows.shape[0] == 0:
-        empty = torch.full((heads,), -torch.inf, dtype=q.dtype, device=q.device)
-        return AttentionState(
-            torch.zeros((heads, D_V), dtype=q.dtype, device=q.device), empty, empty.clone()
-        )
     rows = rows.to(q.dtype)
-    logits = (q @ rows.T) * score_scale[:, None]
-    max_logits = logits.amax(dim=1)
-    # -inf - (-inf) is NaN: a row whose logits are all -inf is shifted by 0 and sums to 0, like an
-    # empty one.
-    shift = torch.where(torch.isneginf(max_logits), torch.zeros_like(max_logits), max_logits)
-    weights = torch.exp(logits - shift[:, None])
-    total = weights.sum(dim=1)
-    out = (weights @ rows[:, :D_V]) / total[:, None]
-    out = torch.where((total == 0)[:, None], torch.zeros_like(out), out)
-    return AttentionState(out, max_logits, shift + torch.log(total))
+    return weigh((q @ rows.T) * score_scale[:, None], rows[:, :D_V])
 
 
 def merge_states(

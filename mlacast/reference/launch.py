@@ -11,6 +11,7 @@ from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.descriptors.rope import Rope
 from mlacast.reference.decode_metadata import decode_metadata as _metadata
 from mlacast.reference.dense_mla_decode import dense_mla_decode as _dense
+from mlacast.reference.dense_mla_prefill import dense_mla_prefill as _dense_prefill
 from mlacast.reference.grouped_out_project import grouped_out_project as _project
 from mlacast.reference.kv_cache_append import prepare_latent
 from mlacast.reference.merge_attention_states import merge_attention_states as _merge
@@ -18,6 +19,7 @@ from mlacast.reference.quantize_output import quantize_output as _quantize
 from mlacast.reference.rope_quantize_fp8 import rope_quantize_fp8 as _rope_quantize
 from mlacast.reference.sparse_mla_decode import sparse_mla_decode as _decode
 from mlacast.reference.sparse_mla_prefill import sparse_mla_prefill as _prefill
+from mlacast.reference.v_up_project import v_up_project as _v_up
 
 
 def _store(values: torch.Tensor, out: QuantizedTensor) -> None:
@@ -80,6 +82,27 @@ def dense_mla_decode(
     lse.copy_(row_lse)
 
 
+def dense_mla_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    out: QuantizedTensor,
+    lse: torch.Tensor,
+    **options: Any,
+) -> None:
+    """Fill ``out`` and ``lse``.
+
+    The reference reads the lengths themselves, so their upper bounds change nothing here.
+    """
+    del max_seqlen_q, max_seqlen_k
+    values, row_lse = _dense_prefill(q, k, v, **options)
+    _store(values, out)
+    lse.copy_(row_lse)
+
+
 def decode_metadata(
     lengths: torch.Tensor,
     *,
@@ -105,6 +128,11 @@ def merge_attention_states(
     values, merged_lse = _merge(outs, lses, lse_layout=lse_layout)
     _store(values, out)
     lse.copy_(merged_lse)
+
+
+def v_up_project(latent_out: torch.Tensor, w_uv: torch.Tensor, *, out: QuantizedTensor) -> None:
+    """Fill ``out``."""
+    _store(_v_up(latent_out, w_uv), out)
 
 
 def quantize_output(x: torch.Tensor, *, out: QuantizedTensor) -> None:

@@ -14,7 +14,14 @@ from torch import Tensor
 
 import mlacast
 from tests.format_cases import MXFP8_HEAD, poisoned_buffer
-from tests.ops.rejections import Arguments, good_decode, good_dense, good_prefill
+from tests.ops.rejections import (
+    Arguments,
+    good_decode,
+    good_dense,
+    good_dense_prefill,
+    good_prefill,
+    good_v_up,
+)
 
 CALLS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "sparse_mla_prefill": (good_prefill, ("kv", "indices", "topk_length", "attn_sink", "out")),
@@ -32,6 +39,11 @@ CALLS: dict[str, tuple[Any, tuple[str, ...]]] = {
         ),
     ),
     "dense_mla_decode": (good_dense, ("k_cache", "page_table", "seq_lens", "attn_sink", "out")),
+    "dense_mla_prefill": (
+        good_dense_prefill,
+        ("k", "v", "cu_seqlens_q", "cu_seqlens_k", "out"),
+    ),
+    "v_up_project": (good_v_up, ("w_uv", "out")),
 }
 PAIRS = [(op, argument) for op, (_, arguments) in CALLS.items() for argument in arguments]
 
@@ -51,8 +63,9 @@ def test_one_tensor_elsewhere_is_named(op: str, argument: str) -> None:
 def test_only_the_query_elsewhere(op: str) -> None:
     """Then either side may be named, but the sentence has both devices."""
     arguments: Arguments = CALLS[op][0]()
+    query = "latent_out" if op == "v_up_project" else "q"
     with pytest.raises(ValueError, match=rf"{op}: \w+.* must be on .*(meta.*cpu|cpu.*meta)"):
-        getattr(mlacast, op)(**(arguments | {"q": arguments["q"].to("meta")}))
+        getattr(mlacast, op)(**(arguments | {query: arguments[query].to("meta")}))
 
 
 def test_a_buffer_elsewhere_is_named() -> None:

@@ -15,6 +15,8 @@ from tests.scenarios import CacheCase, draw_indices
 
 CUDA = "cuda"
 SM_SCALE = 0.05
+# Backend of the calls; the fixture ``each_backend`` sets it.
+BACKEND: str | None = "triton"
 
 
 @dataclass
@@ -58,7 +60,7 @@ class Step:
                 self.indices,
                 topk_length=self.lengths,
                 sm_scale=SM_SCALE,
-                backend="triton",
+                backend=BACKEND,
                 **self.options,
                 **more,
             )

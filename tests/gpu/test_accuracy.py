@@ -11,6 +11,7 @@ from torch import Tensor
 
 import mlacast
 from tests import oracles
+from tests.gpu import steps
 from tests.gpu.low_precision import (
     assert_as_accurate,
     assert_logarithms,
@@ -25,6 +26,8 @@ from tests.scenarios import (
     forget_unused,
     used_rows,
 )
+
+pytestmark = pytest.mark.usefixtures("each_backend")
 
 POSITIONS = torch.tensor([2, 400, -5])
 
@@ -136,7 +139,7 @@ def test_prefill(case: Case) -> None:
         kv.to(CUDA),
         indices.to(CUDA),
         topk_length=None if lengths is None else lengths.to(CUDA),
-        backend="triton",
+        backend=steps.BACKEND,
         **_on_gpu(options),
     )
     assert isinstance(actual, Tensor)
@@ -190,7 +193,7 @@ def _check_decode(
         copy_storage(cache),
         indices.to(CUDA),
         num_splits=num_splits,
-        backend="triton",
+        backend=steps.BACKEND,
         **_pools_to_gpu(pools),
         **_on_gpu(options),
     )

@@ -19,6 +19,11 @@ pytest.importorskip("triton", reason="the portable kernels need triton")
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from mlacast.kernels.common import combine_splits  # noqa: E402
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_kernel import (  # noqa: E402
+    sparse_mla_decode_kernel,
+)
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_merge import merge_splits_kernel  # noqa: E402
+from mlacast.kernels.gluon.sm90.sparse_mla_prefill import sparse_mla_prefill_kernel  # noqa: E402
 from mlacast.kernels.triton import sparse_mla_decode, sparse_mla_prefill  # noqa: E402
 from mlacast.ops import known_calls  # noqa: E402
 
@@ -26,7 +31,13 @@ KERNELS = (
     sparse_mla_prefill._sparse_mla_prefill_kernel,
     sparse_mla_decode._sparse_mla_decode_kernel,
     combine_splits.combine_splits_kernel,
+    sparse_mla_prefill_kernel,
+    sparse_mla_decode_kernel,
+    merge_splits_kernel,
 )
+
+
+pytestmark = pytest.mark.usefixtures("each_backend")
 
 
 class NewVariantError(Exception):

@@ -80,7 +80,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
 
     monkeypatch.setattr(driver, "_active", gpu)
     monkeypatch.setattr(JITFunction, "_do_compile", do_compile)
-    for op in ("sparse_mla_prefill", "sparse_mla_decode"):
+    for op in _OPERATIONS:
         module = importlib.import_module(f"mlacast.ops.{op}")
         monkeypatch.setattr(module, "arch_of", lambda device: ARCH)
     monkeypatch.setattr(sparse_mla_decode, "plan_portable_decode", lambda *arguments: 3)
@@ -91,12 +91,23 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     _forget()
 
 
-# Modules with the kernels that calls on a fake GPU may run.
+# Operations that may be called on a fake GPU, and modules with the kernels that they may run.
+_OPERATIONS = (
+    "sparse_mla_prefill",
+    "sparse_mla_decode",
+    "dense_mla_prefill",
+    "merge_attention_states",
+    "v_up_project",
+)
 _MODULES = (
     "common.combine_splits",
+    "triton.dense_mla_prefill",
+    "triton.merge_attention_states",
+    "triton.v_up_project",
     "triton.sparse_mla_decode",
     "triton.sparse_mla_prefill",
     "gluon.sm90.sparse_mla_decode",
+    "gluon.sm90.sparse_mla_decode_merge",
     "gluon.sm90.sparse_mla_prefill",
     "gluon.sm90.sparse_mla_prefill_576",
 )

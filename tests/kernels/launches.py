@@ -38,11 +38,11 @@ class Result:
 
 
 def float32_buffer(
-    tokens: int, heads: int, device: torch.device | str = "cpu"
+    tokens: int, heads: int, device: torch.device | str = "cpu", features: int = 512
 ) -> mlacast.QuantizedTensor:
     """A buffer of unquantised rows in float32, which no public call can make."""
-    buffer = mlacast.QuantizedTensor.empty(tokens, heads, 512, mlacast.Bf16(), device)
-    buffer.data = torch.full((tokens, heads, 512), POISON, device=device)
+    buffer = mlacast.QuantizedTensor.empty(tokens, heads, features, mlacast.Bf16(), device)
+    buffer.data = torch.full((tokens, heads, features), POISON, device=device)
     return buffer
 
 

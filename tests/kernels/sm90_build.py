@@ -6,6 +6,7 @@ import collections
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,10 +48,12 @@ class Build:
     Attributes:
         notes: What ptxas says about registers and wgmma.
         sass: Disassembly.
+        shared: Bytes of shared memory.
     """
 
     notes: str
     sass: str
+    shared: int
 
     @property
     def spilled_bytes(self) -> int:
@@ -86,7 +89,7 @@ def _type_of(argument: str, kind: int) -> str:
         return {0: "*bf16", 4: "*i32"}.get(kind, "*fp32")
     if argument.endswith("_ptr"):
         return "*fp32"
-    return "fp32" if argument in ("eps", "sm_scale") else "i32"
+    return "fp32" if argument in ("eps", "sm_scale", "v_scale") else "i32"
 
 
 def _tool(*command: str) -> str:
@@ -119,12 +122,10 @@ def _key_loops(role: str) -> list[str]:
     ]
 
 
-def build(kernel: Any, options: dict[str, int], constants: dict[str, Any]) -> Build:
-    """Compile one variant, and check what holds for every Hopper kernel.
-
-    Shared memory fits, no role lost its registers, no wgmma is serialised, no loop over keys
-    touches local memory, and the only matrix instructions are those of a warpgroup.
-    """
+def compile_kernel(
+    kernel: Any, options: dict[str, Any], constants: dict[str, Any], unaligned: Sequence[str] = ()
+) -> Build:
+    """Compile one variant; pointers named in ``unaligned`` may start anywhere."""
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -133,22 +134,43 @@ def build(kernel: Any, options: dict[str, int], constants: dict[str, Any]) -> Bu
         name: "constexpr" if name in constants else _type_of(name, constants["KIND"])
         for name in names
     }
+    if constants.get("Q_FP8"):
+        types["q_ptr"] = "*i32"
     values = {(names.index(name),): value for name, value in constants.items()}
-    aligned = [name for name in names if types[name].startswith("*") or name in _ALIGNED]
+    aligned = [
+        name
+        for name in names
+        if name not in unaligned and (types[name].startswith("*") or name in _ALIGNED)
+    ]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = GluonASTSource(kernel, types, values, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert compiled.metadata.shared <= _SHARED_MEMORY_BYTES
+    flags = [] if options.get("enable_fp_fusion", True) else ["--fmad=false"]
     with tempfile.TemporaryDirectory() as folder:
         ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         ptx.write_text(compiled.asm["ptx"])
         cubin.write_bytes(compiled.asm["cubin"])
         again = str(Path(folder, "again.cubin"))
-        notes = _tool("ptxas", "-v", "--gpu-name=sm_90a", str(ptx), "-o", again)
+        notes = _tool("ptxas", "-v", *flags, "--gpu-name=sm_90a", str(ptx), "-o", again)
         sass = _tool("cuobjdump", "-sass", str(cubin))
-    result = Build(notes, sass)
     assert not re.findall(r"C75\d\d", notes)
+    return Build(notes, sass, compiled.metadata.shared)
+
+
+def build(
+    kernel: Any, options: dict[str, int], constants: dict[str, Any], loop_spills: int = 0
+) -> Build:
+    """Compile one variant of a kernel of warpgroup products, and check what holds for all of them.
+
+    Shared memory fits, no role lost its registers, no wgmma is serialised, the loops over keys
+    touch local memory ``loop_spills`` times at most, and the only matrix instructions are those of
+    a warpgroup.
+    """
+    result = compile_kernel(kernel, options, constants)
     assert len(result.key_loops) == 3, "scores and two halves of the output"
-    assert not any(re.search(r"\b(LDL|STL)\b", loop) for loop in result.key_loops)
-    assert "HMMA" not in sass.replace("HGMMA", "")
+    assert (
+        sum(len(re.findall(r"\b(?:LDL|STL)\b", loop)) for loop in result.key_loops) <= loop_spills
+    )
+    assert "HMMA" not in result.sass.replace("HGMMA", "")
     return result

@@ -78,6 +78,28 @@ def merge(function: Callable[..., Any]) -> object:
     return function(outs, [torch.randn(4, 3), torch.full((4, 3), -torch.inf)])
 
 
+def dense_prefill(function: Callable[..., Any]) -> object:
+    kv = torch.randn(9, 2, 256, dtype=torch.bfloat16)
+    buffer = mlacast.QuantizedTensor.empty(9, 1, 512, mlacast.Nvfp4(100.0))
+    return function(
+        torch.randn(5, 4, 192, dtype=torch.bfloat16),
+        torch.randn(9, 2, 192, dtype=torch.bfloat16),
+        kv[..., 128:],
+        cu_seqlens_q=torch.tensor([0, 2, 5], dtype=torch.int32),
+        cu_seqlens_k=torch.tensor([0, 5, 9], dtype=torch.int32),
+        max_seqlen_q=3,
+        max_seqlen_k=5,
+        out=buffer[2:7],
+    )
+
+
+def v_up(function: Callable[..., Any]) -> object:
+    weight = torch.randn(4, 256, 512, dtype=torch.bfloat16)[:, 128:].transpose(1, 2)
+    return function(
+        torch.randn(3, 4, 512, dtype=torch.bfloat16), weight, out_format=mlacast.Fp8Group(64)
+    )
+
+
 def project(function: Callable[..., Any]) -> object:
     out = mlacast.quantize_output(torch.randn(5, 1024), mlacast.Mxfp8(), num_groups=2)
     return function(out[1:4], torch.randn(2, 24, 512, dtype=torch.bfloat16))
@@ -178,6 +200,8 @@ CALLS: dict[str, tuple[str, Call]] = {
     "decode": ("sparse_mla_decode", decode),
     "append": ("kv_cache_append", append),
     "merge": ("merge_attention_states", merge),
+    "dense prefill": ("dense_mla_prefill", dense_prefill),
+    "v up": ("v_up_project", v_up),
     "project": ("grouped_out_project", project),
     "plan": ("plan_sparse_decode", plan),
     "flash_mla decode": ("compat.flash_mla.flash_mla_with_kvcache", flash_mla_decode),

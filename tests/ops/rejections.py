@@ -154,3 +154,27 @@ def good_dense() -> Arguments:
         "attn_sink": torch.zeros(2),
         "out": poisoned(2, 1, 2, 512),
     }
+
+
+def good_dense_prefill() -> Arguments:
+    """A correct call of dense_mla_prefill: sequences of 3 and 2 tokens over 4 and 2 keys."""
+    return {
+        "q": torch.randn(5, 4, 192).bfloat16(),
+        "k": torch.randn(6, 2, 192).bfloat16(),
+        "v": torch.randn(6, 2, 128).bfloat16(),
+        "cu_seqlens_q": torch.tensor([0, 3, 5], dtype=torch.int32),
+        "cu_seqlens_k": torch.tensor([0, 4, 6], dtype=torch.int32),
+        "max_seqlen_q": 3,
+        "max_seqlen_k": 4,
+        "softmax_scale": 0.1,
+        "out": poisoned(5, 4, 128),
+    }
+
+
+def good_v_up() -> Arguments:
+    """A correct call of v_up_project."""
+    return {
+        "latent_out": torch.randn(5, 4, 512).bfloat16(),
+        "w_uv": torch.randn(4, 512, 128).bfloat16(),
+        "out": poisoned(5, 4, 128),
+    }

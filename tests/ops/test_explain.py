@@ -50,7 +50,9 @@ def test_a_named_backend_is_explained_as_such() -> None:
     [
         "sparse_mla_decode",
         "dense_mla_decode",
+        "dense_mla_prefill",
         "merge_attention_states",
+        "v_up_project",
         "quantize_output",
         "rope_quantize_fp8",
         "kv_cache_append",
@@ -69,7 +71,17 @@ def test_every_core_op_can_be_explained(op: str) -> None:
             (Q.unsqueeze(1), cache, INDICES, torch.ones(2, dtype=torch.int32)),
             {"kv_format": v4, "sm_scale": 1.0},
         ),
+        "dense_mla_prefill": (
+            (Q[..., :192], Q[..., :192], Q[..., :128]),
+            {
+                "cu_seqlens_q": slots.int(),
+                "cu_seqlens_k": slots.int(),
+                "max_seqlen_q": 2,
+                "max_seqlen_k": 2,
+            },
+        ),
         "merge_attention_states": (([Q], [torch.zeros(2, 2)]), {}),
+        "v_up_project": ((Q, torch.zeros(2, 512, 128, dtype=torch.bfloat16)), {}),
         "quantize_output": ((torch.zeros(2, 512), mlacast.Mxfp8()), {}),
         "rope_quantize_fp8": ((Q, KV[:2], Q, KV[:2], torch.zeros(3, 512), slots), {}),
         "kv_cache_append": ((torch.zeros(2, 512, dtype=torch.bfloat16), slots, cache, v4), {}),

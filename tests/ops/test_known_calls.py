@@ -106,6 +106,35 @@ def _merge() -> Arguments:
     }
 
 
+def _dense_prefill() -> Arguments:
+    return {
+        "q": torch.zeros(2, 4, 192, dtype=BF16),
+        "k": torch.zeros(3, 2, 192, dtype=BF16),
+        "v": torch.zeros(3, 2, 128, dtype=BF16),
+        "cu_seqlens_q": torch.tensor([0, 2], dtype=torch.int32),
+        "cu_seqlens_k": torch.tensor([0, 3], dtype=torch.int32),
+        "max_seqlen_q": 2,
+        "max_seqlen_k": 3,
+        "softmax_scale": 0.5,
+        "causal": True,
+        "out": mlacast.QuantizedTensor.empty(2, 1, 512, mlacast.Nvfp4(torch.ones(1))),
+        "out_format": None,
+        "num_groups": 1,
+        "backend": None,
+    }
+
+
+def _v_up() -> Arguments:
+    return {
+        "latent_out": torch.zeros(2, 4, 512, dtype=BF16),
+        "w_uv": torch.zeros(4, 512, 128, dtype=BF16),
+        "out": None,
+        "out_format": mlacast.Fp8Group(64),
+        "num_groups": 2,
+        "backend": None,
+    }
+
+
 def _quantize() -> Arguments:
     return {
         "x": torch.zeros(2, 1024),
@@ -165,6 +194,8 @@ FUNCTIONS: tuple[tuple[Callable[..., Any], Callable[[], Arguments]], ...] = (
     (mlacast.sparse_mla_decode, _decode),
     (mlacast.dense_mla_decode, _dense),
     (mlacast.merge_attention_states, _merge),
+    (mlacast.dense_mla_prefill, _dense_prefill),
+    (mlacast.v_up_project, _v_up),
     (mlacast.quantize_output, _quantize),
     (fused.prefill, _fused_prefill),
     (fused.decode, _fused_decode),

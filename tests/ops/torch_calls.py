@@ -267,6 +267,42 @@ def _merge(left: Tensor, right: Tensor, left_lse: Tensor, right_lse: Tensor) -> 
     return mlacast.merge_attention_states([left, right], [left_lse, right_lse], lse_layout="th")
 
 
+def _draw_dense_prefill(tokens: int) -> tuple[Tensor, ...]:
+    first = tokens // 2
+    bounds = torch.tensor([0, first, tokens], dtype=torch.int32)
+    q = torch.randn(6, tokens, 192).bfloat16().transpose(0, 1)
+    kv = torch.randn(7, 2, 256).bfloat16()
+    keys = torch.tensor([0, 3, 7], dtype=torch.int32)
+    return q, torch.randn(7, 2, 192).bfloat16(), kv[..., 128:], bounds, keys
+
+
+def _dense_prefill(out_format: mlacast.OutFormat | None) -> Callable[..., Any]:
+    def call(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, keys: Tensor) -> Any:
+        return mlacast.dense_mla_prefill(
+            q,
+            k,
+            v,
+            cu_seqlens_q=bounds,
+            cu_seqlens_k=keys,
+            max_seqlen_q=q.shape[0],
+            max_seqlen_k=k.shape[0],
+            out_format=out_format,
+        )
+
+    return call
+
+
+def _draw_latent(tokens: int) -> tuple[Tensor, ...]:
+    return torch.randn(tokens, 2, 512).bfloat16(), torch.randn(2, 512, 128).bfloat16()
+
+
+def _v_up(out_format: mlacast.OutFormat | None) -> Callable[..., Any]:
+    def call(latent: Tensor, w_uv: Tensor) -> Any:
+        return mlacast.v_up_project(latent, w_uv, out_format=out_format)
+
+    return call
+
+
 def _quantize(out_format: mlacast.OutFormat) -> Callable[..., Any]:
     def call(x: Tensor) -> Any:
         return mlacast.quantize_output(x, out_format, num_groups=2)
@@ -353,6 +389,10 @@ DECODE_CASES = (
 OTHER_CASES = (
     OpCase("dense_mla_decode", _dense, _draw_dense),
     OpCase("dense_mla_decode", _fp8_dense, _draw_fp8_dense, "codes_and_device_scales"),
+    OpCase("dense_mla_prefill", _dense_prefill(None), _draw_dense_prefill),
+    OpCase("dense_mla_prefill", _dense_prefill(mlacast.Nvfp4(672.0)), _draw_dense_prefill, "nvfp4"),
+    OpCase("v_up_project", _v_up(None), _draw_latent),
+    OpCase("v_up_project", _v_up(mlacast.Fp8Group(128)), _draw_latent, "fp8_group"),
     OpCase("decode_metadata", _plan, _draw_lengths, "plan"),
     OpCase("merge_attention_states", _merge, _draw_merge),
     OpCase("quantize_output", _quantize(mlacast.Mxfp8()), _draw_rows, "mxfp8"),

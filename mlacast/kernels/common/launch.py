@@ -28,6 +28,36 @@ from mlacast.kernels.common.targets import StoreTarget
 _KNOWN_TRITON = ("3.6", "3.7", "3.8", "3.9")
 
 
+class _Base:
+    """An address where Triton looks for the tensor of a descriptor."""
+
+    __slots__ = ("_address",)
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def data_ptr(self) -> int:
+        """Return the address."""
+        return self._address
+
+
+class _Descriptor:
+    """A tensor descriptor as Triton reads one at launch."""
+
+    __slots__ = ("base", "padding", "shape", "strides")
+
+    def __init__(self, address: int, shape: Any, strides: Any, padding: str) -> None:
+        self.base = _Base(address)
+        self.shape = shape
+        self.strides = strides
+        self.padding = padding
+
+
+def _is_descriptor(value: Any) -> bool:
+    """Whether a value is a tensor descriptor, which only some kernels have Triton's class for."""
+    return hasattr(value, "block_shape") and isinstance(getattr(value, "base", None), torch.Tensor)
+
+
 @dataclass(frozen=True)
 class _Step:
     """One launch: the variant that Triton chose and what it was given."""
@@ -99,6 +129,7 @@ class Launches:
         sources = {id(tensor): at for at, tensor in enumerate([*tensors, *self._scratch])}
         constants: list[Any] = []
         pointers: dict[tuple[int, int], int] = {}
+        descriptors: list[tuple[int, int, tuple[Any, ...]]] = []
         steps: list[tuple[Any, ...]] = []
         for step in self._steps:
             compiled = step.compiled
@@ -109,15 +140,25 @@ class Launches:
                 compiled = compiled.result()
             places = []
             for value in step.values:
-                if not isinstance(value, torch.Tensor):
+                is_descriptor = _is_descriptor(value)
+                if not is_descriptor and not isinstance(value, torch.Tensor):
                     places.append(len(constants))
                     constants.append(value)
                     continue
-                base, _ = self._bases.get(id(value), (value, value))
+                tensor = value.base if is_descriptor else value
+                base, _ = self._bases.get(id(tensor), (tensor, tensor))
                 if id(base) not in sources:
                     return None
-                source = (sources[id(base)], value.data_ptr() - base.data_ptr())
-                places.append(-1 - pointers.setdefault(source, len(pointers)))
+                source = (sources[id(base)], tensor.data_ptr() - base.data_ptr())
+                pointer = pointers.setdefault(source, len(pointers))
+                if is_descriptor:
+                    # A constant that every call replaces.
+                    form = (list(value.shape), list(value.strides), value.padding)
+                    descriptors.append((len(constants), pointer, form))
+                    places.append(len(constants))
+                    constants.append(None)
+                else:
+                    places.append(-1 - pointer)
             steps.append((step.kernel, compiled, step.grid, places))
         # Addresses stand behind the constants, in the order in which they were met.
         steps = [
@@ -130,7 +171,7 @@ class Launches:
             for kernel, compiled, grid, places in steps
         ]
         sizes = [scratch.numel() for scratch in self._scratch]
-        return Plan(self._device, steps, sizes, constants, list(pointers))
+        return Plan(self._device, steps, sizes, constants, list(pointers), descriptors)
 
 
 class Plan:
@@ -142,9 +183,11 @@ class Plan:
         scratch_sizes: float32 elements of each scratch tensor.
         constants: The pool's first part.
         pointers: Its second part: (number of the tensor or scratch, distance from its start).
+        descriptors: (its place among the constants, number of its pointer, its shape, strides and
+            padding); a descriptor itself would keep its tensor alive.
     """
 
-    __slots__ = ("_constants", "_device", "_pointers", "_scratch_sizes", "_steps")
+    __slots__ = ("_constants", "_descriptors", "_device", "_pointers", "_scratch_sizes", "_steps")
 
     def __init__(
         self,
@@ -153,12 +196,14 @@ class Plan:
         scratch_sizes: Sequence[int],
         constants: list[Any],
         pointers: Sequence[tuple[int, int]],
+        descriptors: Sequence[tuple[int, int, tuple[Any, ...]]],
     ) -> None:
         self._device = device
         self._steps = steps
         self._scratch_sizes = scratch_sizes
         self._constants = constants
         self._pointers = pointers
+        self._descriptors = descriptors
 
     def __call__(self, addresses: list[int]) -> None:
         """Launch everything again, on the current stream of the device.
@@ -182,6 +227,8 @@ class Plan:
         if scratch:
             addresses = [*addresses, *[tensor.data_ptr() for tensor in scratch]]
         pool = [*self._constants, *[addresses[at] + offset for at, offset in self._pointers]]
+        for place, pointer, form in self._descriptors:
+            pool[place] = _Descriptor(pool[len(self._constants) + pointer], *form)
         enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
         hooked = _is_set(enter) or _is_set(leave)
         if not hooked:

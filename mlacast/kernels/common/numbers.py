@@ -35,14 +35,20 @@ def encode_e4m3(x):
 
 
 @triton.jit
+def encode_e2m1_numbers(x):
+    """float32 -> codes 0..15 (int32): nearest even, saturating at +-6; NaN gets any code."""
+    sign = (x.to(tl.int32, bitcast=True) >> 28) & 0x8
+    a = tl.minimum(tl.abs(x), 6.0)
+    # Numbers of 1.5 * 2**23 steps round what is added to them to a whole step, nearest even. Steps
+    # are 0.5 below 2, 1 below 4, then 2; the few steps more count the codes below, two at a time.
+    steps = tl.where(a < 2.0, 6291456.0, tl.where(a < 4.0, 12582914.0, 25165832.0))
+    return ((a + steps).to(tl.int32, bitcast=True) & 0x7) | sign
+
+
+@triton.jit
 def encode_e2m1(x):
     """float32 -> codes 0..15 (int32): nearest even, saturating at +-6, NaN -> 0x7."""
-    sign = (x.to(tl.int32, bitcast=True) >> 28) & 0x8
-    a = tl.abs(x)
-    code = (a > 0.25).to(tl.int32) + (a >= 0.75).to(tl.int32) + (a > 1.25).to(tl.int32)
-    code += (a >= 1.75).to(tl.int32) + (a > 2.5).to(tl.int32) + (a >= 3.5).to(tl.int32)
-    code += (a > 5.0).to(tl.int32)
-    return tl.where(x != x, 0x7, code | sign)
+    return tl.where(x != x, 0x7, encode_e2m1_numbers(x))
 
 
 @triton.jit

@@ -53,6 +53,21 @@ def load_angles(table_ptr, stride_table, table_row, pairs):
 
 
 @gluon.jit
+def prefetch_angles(table_ptr, stride_table, table_row):
+    """Send for a table row, 256 bytes, into the L1 cache."""
+    # Lane l asks for byte 8 * l: whatever the alignment, every line of the row is asked for.
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    gl.inline_asm_elementwise(
+        "prefetch.global.L1 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [table_ptr + table_row.to(gl.int64) * stride_table + 2 * lane],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def rotate(x, cos, sin, HALF_PAIRING: gl.constexpr):
     """Rotate the pairs of a bfloat16 tile [64, 64] in float32; ``cos`` and ``sin`` are [1, 32]."""
     first, second = split_pairs(x, HALF_PAIRING)
@@ -70,16 +85,11 @@ def halves(x, N: gl.constexpr):
 
 
 @gluon.jit
-def rotate_back_last_64(x, table_ptr, stride_table, table_row, dead, HALF_PAIRING: gl.constexpr):
-    """Rotate the last 64 of 128 columns by the negative angles; ``dead`` rows [64] stay zero."""
+def rotate_back(x, cos, sin, HALF_PAIRING: gl.constexpr):
+    """Rotate the last 64 of 128 columns by the negative angles; ``cos`` and ``sin`` are [1, 32]."""
     plain, rope = halves(x, 128)
     first, second = split_pairs(rope, HALF_PAIRING)
-    cos, sin = load_angles(table_ptr, stride_table, table_row, first)
-    # Whatever the table holds at the position of an empty row, its output is zero.
-    gone = gl.convert_layout(dead, gl.SliceLayout(1, first.type.layout))[:, None]
-    rotated_first = gl.where(gone, 0.0, first * cos + second * sin)
-    rotated_second = gl.where(gone, 0.0, second * cos - first * sin)
-    rope = join_pairs(rotated_first, rotated_second, HALF_PAIRING)
+    rope = join_pairs(first * cos + second * sin, second * cos - first * sin, HALF_PAIRING)
     joined = gl.join(plain, gl.convert_layout(rope, plain.type.layout))
     return gl.reshape(gl.permute(joined, (0, 2, 1)), (64, 128))
 

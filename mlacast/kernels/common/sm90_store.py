@@ -2,6 +2,9 @@
 
 Same formats and bits as ``mlacast.kernels.common.store``. Codes leave from registers: staging them
 in the ring would hold a slot back, and with it the first keys of the next tile.
+
+``store_block`` takes what products leave, ``store_rows`` any rows whose threads hold neighbouring
+columns.
 """
 
 from triton.experimental import gluon
@@ -10,7 +13,6 @@ from triton.language import PropagateNan
 
 from mlacast.kernels.common.sm90_rotation import opaque
 
-BLOCK_H = gl.constexpr(64)
 BF16 = gl.constexpr(0)
 FP8_TENSOR = gl.constexpr(1)
 FP8_FLOAT32 = gl.constexpr(2)
@@ -18,6 +20,12 @@ FP8_FLOAT32_POW2 = gl.constexpr(3)
 FP8_UE8M0 = gl.constexpr(4)
 FLOAT32_MAX = gl.constexpr(3.4028234663852886e38)
 _KEEP_NAN = gl.constexpr(PropagateNan.ALL)
+_FOUR_TO_E4M3 = gl.constexpr("""{
+.reg .b16 low, high;
+cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+mov.b32 $0, {low, high};
+}""")
 
 
 @gluon.jit
@@ -55,13 +63,12 @@ def _store_codes(
     CHUNK32: gl.constexpr,
     FULL_TILES: gl.constexpr,
 ):
-    """Store [64, 128] codes or bfloat16 values, dimensions ``FIRST``.., into the token's row."""
-    codes = _to_rows(codes)
+    """Store [heads, n] codes or bfloat16 values, dimensions ``FIRST``.., into the token's row."""
     LAYOUT: gl.constexpr = codes.type.layout
     HEADS: gl.constexpr = F // 512
     HEAD_STEP: gl.constexpr = 32 if CHUNK32 else 512
-    head = head_start + opaque(gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT)))
-    d = FIRST + gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
+    head = head_start + opaque(gl.arange(0, codes.shape[0], gl.SliceLayout(1, LAYOUT)))
+    d = FIRST + gl.arange(0, codes.shape[1], gl.SliceLayout(0, LAYOUT))
     if CHUNK32:
         d = (d // 32) * (HEADS * 32) + d % 32
     rows = (head // HEADS).to(gl.int64) * stride_group + (head % HEADS) * HEAD_STEP
@@ -94,11 +101,12 @@ def _store_scales(
     F: gl.constexpr,
     CHUNK32: gl.constexpr,
 ):
-    """Store one scale per head and block [64, 128 / GROUP]."""
+    """Store one scale per head and block [heads, n / GROUP]."""
     HEADS: gl.constexpr = F // 512
-    BLOCKS: gl.constexpr = 128 // GROUP
+    BLOCK_H: gl.constexpr = scales.shape[0]
+    BLOCKS: gl.constexpr = scales.shape[1]
     LAYOUT: gl.constexpr = scales.type.layout
-    if KIND == FP8_UE8M0 and BLOCKS == 4 and not CHUNK32:
+    if KIND == FP8_UE8M0 and GROUP == 32 and BLOCKS == 4 and not CHUNK32:
         # The four scales of a thread are the bytes of one word.
         shift = gl.arange(0, 4, gl.SliceLayout(0, LAYOUT)) * 8
         words = gl.sum(scales << shift[None, :], 1)
@@ -140,12 +148,30 @@ def _store_scales(
 
 
 @gluon.jit
-def _quantise_groups(x, KIND: gl.constexpr, GROUP: gl.constexpr, AMAX_FLOOR: gl.constexpr):
-    """Codes [64, 128] and stored scales [64, 128 / GROUP] of a float32 tile [64, 128].
+def _to_e4m3(x, FROM_PRODUCTS: gl.constexpr):
+    """Codes (uint8): saturating, NaN becomes 0x7F."""
+    if FROM_PRODUCTS:
+        return x.to(gl.float8e4nv).to(gl.uint8, bitcast=True)
+    else:
+        # Four neighbours leave as one register; byte by byte they would take five instructions.
+        return gl.inline_asm_elementwise(
+            _FOUR_TO_E4M3, "=r,r,r,r,r", [x], dtype=gl.uint8, is_pure=True, pack=4
+        )
+
+
+@gluon.jit
+def _quantise_groups(
+    x,
+    KIND: gl.constexpr,
+    GROUP: gl.constexpr,
+    AMAX_FLOOR: gl.constexpr,
+    FROM_PRODUCTS: gl.constexpr,
+):
+    """Codes [heads, n] and stored scales [heads, n / GROUP] of a float32 tile [heads, n].
 
     A group with a NaN has only NaN codes; an infinity takes the largest scale.
     """
-    grouped = gl.reshape(x, (BLOCK_H, 128 // GROUP, GROUP))
+    grouped = gl.reshape(x, (x.shape[0], x.shape[1] // GROUP, GROUP))
     amax = gl.reduce(gl.abs(grouped), 2, _max_or_nan)
     has_nan = amax != amax
     floored = gl.maximum(amax, AMAX_FLOOR)
@@ -158,8 +184,9 @@ def _quantise_groups(x, KIND: gl.constexpr, GROUP: gl.constexpr, AMAX_FLOOR: gl.
         # The quotient and one correction are the IEEE division; infinity takes the largest number.
         finite = gl.minimum(gl.maximum(grouped, -FLOAT32_MAX), FLOAT32_MAX)
         quotient = finite * inverse
-        remainder = gl.fma(-quotient, gl.broadcast(divisor, quotient)[0], finite)
-        ratio = gl.fma(remainder, gl.broadcast(inverse, quotient)[0], quotient)
+        # Negated twice, the remainder keeps the sign of a zero; -x would be 0 - x.
+        opposite = gl.fma(quotient, gl.broadcast(divisor, quotient)[0], finite * -1.0)
+        ratio = gl.fma(opposite * -1.0, gl.broadcast(inverse, quotient)[0], quotient)
         stored = scale
     else:
         # The smallest power of two not below amax / 448: 448 is 1.75 * 2**8, so the exponent moves
@@ -175,13 +202,20 @@ def _quantise_groups(x, KIND: gl.constexpr, GROUP: gl.constexpr, AMAX_FLOOR: gl.
         stored = exponent
         if KIND == FP8_FLOAT32_POW2:
             stored = (exponent << 23).to(gl.float32, bitcast=True)
-    # The conversion saturates, and turns NaN into 0x7F.
-    codes = gl.reshape(ratio, (BLOCK_H, 128)).to(gl.float8e4nv).to(gl.uint8, bitcast=True)
-    return codes, stored
+    ratio = gl.reshape(ratio, x.shape)
+    if not FROM_PRODUCTS:
+        ratio = gl.convert_layout(ratio, x.type.layout, assert_trivial=True)
+    return _to_e4m3(ratio, FROM_PRODUCTS), stored
 
 
 @gluon.jit
-def store_block(
+def inverse_scale(scale_ptr, KIND: gl.constexpr):
+    """What ``FP8_TENSOR`` multiplies by; 1 for other formats."""
+    return gl.div_rn(1.0, gl.load(scale_ptr)) if KIND == FP8_TENSOR else 1.0
+
+
+@gluon.jit
+def store_rows(
     x,
     data_ptr,
     stride_data_group,
@@ -189,7 +223,7 @@ def store_block(
     stride_sf_token,
     stride_sf_group,
     stride_sf_word,
-    scale_ptr,
+    inverse,
     row,
     padding_rows,
     head_start,
@@ -201,19 +235,20 @@ def store_block(
     F: gl.constexpr,
     CHUNK32: gl.constexpr,
     AMAX_FLOOR: gl.constexpr,
+    FROM_PRODUCTS: gl.constexpr,
 ):
-    """Quantise and store dimensions ``FIRST``.. of 64 heads of one token: ``x`` [64, 128] float32.
+    """Quantise and store dimensions ``FIRST``.. of heads of one token: ``x`` [heads, n] float32.
 
-    ``data_ptr`` is the token's row of codes, ``row`` (int64) that of its scales. ``padding_rows``
-    of scales after it are zeroed: 0 except for the buffer's last token.
+    ``data_ptr`` is the token's row of codes, ``row`` (int64) that of its scales, ``inverse`` comes
+    from ``inverse_scale``. ``padding_rows`` of scales after the row are zeroed: 0 except for the
+    buffer's last token. FROM_PRODUCTS: a [64, 128] of which no thread holds enough neighbours.
     """
     if KIND == BF16:
         codes = x.to(gl.bfloat16)
     elif KIND == FP8_TENSOR:
-        inverse = gl.div_rn(1.0, gl.load(scale_ptr))
-        codes = (x * inverse).to(gl.float8e4nv).to(gl.uint8, bitcast=True)
+        codes = _to_e4m3(x * inverse, FROM_PRODUCTS)
     else:
-        codes, scales = _quantise_groups(x, KIND, GROUP, AMAX_FLOOR)
+        codes, scales = _quantise_groups(x, KIND, GROUP, AMAX_FLOOR, FROM_PRODUCTS)
         _store_scales(
             scales,
             sf_ptr,
@@ -246,7 +281,7 @@ def store_block(
                 CHUNK32,
             )
     _store_codes(
-        codes,
+        _to_rows(codes) if FROM_PRODUCTS else codes,
         data_ptr,
         stride_data_group,
         head_start,
@@ -255,4 +290,51 @@ def store_block(
         F,
         CHUNK32,
         FULL_TILES,
+    )
+
+
+@gluon.jit
+def store_block(
+    x,
+    data_ptr,
+    stride_data_group,
+    sf_ptr,
+    stride_sf_token,
+    stride_sf_group,
+    stride_sf_word,
+    scale_ptr,
+    row,
+    padding_rows,
+    head_start,
+    num_heads,
+    FIRST: gl.constexpr,
+    FULL_TILES: gl.constexpr,
+    KIND: gl.constexpr,
+    GROUP: gl.constexpr,
+    F: gl.constexpr,
+    CHUNK32: gl.constexpr,
+    AMAX_FLOOR: gl.constexpr,
+):
+    """``store_rows`` of an accumulator of products, ``x`` [64, 128] float32."""
+    store_rows(
+        x,
+        data_ptr,
+        stride_data_group,
+        sf_ptr,
+        stride_sf_token,
+        stride_sf_group,
+        stride_sf_word,
+        inverse_scale(scale_ptr, KIND),
+        row,
+        padding_rows,
+        head_start,
+        num_heads,
+        FIRST,
+        FULL_TILES,
+        KIND,
+        GROUP,
+        F,
+        CHUNK32,
+        AMAX_FLOOR,
+        True,
     )

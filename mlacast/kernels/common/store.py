@@ -1,14 +1,15 @@
-"""The storing epilogue: float32 rows [BLOCK_H, WIDTH] into a buffer of any output format.
+"""The storing epilogue: float32 rows [ROWS, WIDTH] into a buffer of any output format.
 
-A program holds whole heads of one token, or WIDTH dimensions of them. Codes and scale bytes have
-one writer each; the program of the buffer's last token also zeroes the padding of the scale columns
-that it writes.
+A row holds dimensions of one head of one token; a program holds heads of a token, tokens of a head,
+or both. Codes and scale bytes have one writer each; the programs of the buffer's last token also
+zero the padding of the scale columns that they write.
 """
 
 import triton
 import triton.language as tl
 
-from mlacast.kernels.common.numbers import encode_e2m1, encode_e4m3, encode_ue8m0
+from mlacast.kernels.common.fp8_casts import to_fp8
+from mlacast.kernels.common.numbers import encode_e2m1_numbers, encode_e4m3, encode_ue8m0
 
 # Kinds of output, the compile-time part of an OutFormat.
 BF16 = tl.constexpr(0)
@@ -20,58 +21,22 @@ NVFP4 = tl.constexpr(5)
 
 
 @triton.jit
-def _positions(heads, d, F: tl.constexpr, CHUNK32: tl.constexpr):
-    """Group and position in the group of elements (head, d)."""
+def _positions(heads, d, F: tl.constexpr, CHUNK32: tl.constexpr, D: tl.constexpr):
+    """Group and position in the group of dimensions ``d`` of heads that are D wide."""
     if CHUNK32:
         heads_per_group = F // 512
+        if D != 512:
+            # The order is one of heads of 512, whatever the width of those here.
+            flat = heads * D + d
+            heads = flat // 512
+            d = flat % 512
         group = heads // heads_per_group + d * 0
         position = ((d // 32) * heads_per_group + heads % heads_per_group) * 32 + d % 32
     else:
-        flat = heads * 512 + d
+        flat = heads * D + d
         group = flat // F
         position = flat % F
     return group, position
-
-
-@triton.jit
-def _store_scale(
-    sf_ptr,
-    stride_token,
-    stride_group,
-    stride_word,
-    row,
-    group,
-    index,
-    values,
-    mask,
-    padding_rows,
-    AS_BYTES: tl.constexpr,
-    SCALES: tl.constexpr,
-):
-    """Store one scale per (head, block); bytes go four to a word.
-
-    Where SCALES, those of a group, do not fill its last word, the last one also zeroes the rest.
-    """
-    base = group.to(tl.int64) * stride_group
-    if AS_BYTES:
-        sf_ptr = sf_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
-        offsets = (base + (index // 4).to(tl.int64) * stride_word) * 4 + index % 4
-        step = stride_token * 4
-        zeros = (values * 0).to(tl.uint8)
-        tl.store(sf_ptr + row * step + offsets, values.to(tl.uint8), mask=mask)
-        for padding in range(padding_rows):
-            tl.store(sf_ptr + (row + 1 + padding) * step + offsets, zeros, mask=mask)
-        if SCALES % 4 != 0:
-            last = mask & (index == SCALES - 1)
-            for rest in tl.static_range(1, 5 - SCALES % 4):
-                for padding in range(padding_rows + 1):
-                    tl.store(sf_ptr + (row + padding) * step + offsets + rest, zeros, mask=last)
-    else:
-        offsets = base + index.to(tl.int64) * stride_word
-        tl.store(sf_ptr + row * stride_token + offsets, values, mask=mask)
-        for padding in range(padding_rows):
-            zeros = tl.zeros(values.shape, tl.float32)
-            tl.store(sf_ptr + (row + 1 + padding) * stride_token + offsets, zeros, mask=mask)
 
 
 @triton.jit
@@ -79,6 +44,236 @@ def _swizzled_offset(row, column, column_tiles):
     """Byte of scale (row, column) in the 128x4 layout."""
     tile = (row // 128) * column_tiles + column // 4
     return tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + column % 4
+
+
+@triton.jit
+def _store_scales(
+    sf_ptr,
+    stride_token,
+    stride_group,
+    stride_word,
+    row_start,
+    row,
+    group,
+    index,
+    values,
+    mask,
+    KIND: tl.constexpr,
+    SCALES: tl.constexpr,
+    SF_COLUMN_TILES: tl.constexpr,
+):
+    """Store one scale per (row, block): scale ``index`` of the group; of the token for NVFP4.
+
+    Packed bytes go four to a word. Where SCALES, those of a group, do not fill its last word, the
+    last one also zeroes the rest.
+    """
+    if KIND == NVFP4:
+        offsets = _swizzled_offset(row_start + row, index, SF_COLUMN_TILES)
+        tl.store(sf_ptr + offsets, values.to(tl.uint8), mask=mask)
+    elif KIND == FP8_UE8M0:
+        sf_ptr = sf_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
+        word = group.to(tl.int64) * stride_group + (index // 4).to(tl.int64) * stride_word
+        offsets = (row * stride_token + word) * 4 + index % 4
+        tl.store(sf_ptr + offsets, values.to(tl.uint8), mask=mask)
+        if SCALES % 4 != 0:
+            last = mask & (index == SCALES - 1)
+            for rest in tl.static_range(1, 5 - SCALES % 4):
+                tl.store(sf_ptr + offsets + rest, (values * 0).to(tl.uint8), mask=last)
+    else:
+        offsets = group.to(tl.int64) * stride_group + index.to(tl.int64) * stride_word
+        tl.store(sf_ptr + (row * stride_token + offsets), values, mask=mask)
+
+
+@triton.jit
+def _largest(grouped):
+    """Largest magnitude [ROWS, blocks] of ``grouped`` [ROWS, blocks, GROUP], and where it is NaN.
+
+    By maxima of float32 alone: those of integers came out as zero where the numbers are those of a
+    matrix product (triton 3.6.0, sm_90).
+    """
+    is_nan = grouped != grouped
+    amax = tl.max(tl.where(is_nan, 0.0, tl.abs(grouped)), 2)
+    return amax, tl.max(tl.where(is_nan, 1.0, 0.0), 2) != 0.0
+
+
+@triton.jit
+def _nvfp4_codes(grouped, global_scale):
+    """e2m1 codes like ``grouped`` [ROWS, blocks, 16] and scale bytes [ROWS, blocks], both int32."""
+    amax, has_nan = _largest(grouped)
+    wanted = tl.minimum(global_scale * tl.math.div_rn(amax, 6.0), 448.0)
+    sf = tl.where(has_nan, 0x7F, encode_e4m3(wanted))
+    # The codes match the stored scale, so the multiplier comes from its decoded value.
+    sf16 = (sf.to(tl.uint16) << 7).to(tl.float16, bitcast=True)
+    decoded = sf16.to(tl.float32) * 256.0
+    multiplier = tl.where(
+        sf == 0, 0.0, tl.math.div_rn(global_scale, tl.where(sf == 0, 1.0, decoded))
+    )
+    codes = encode_e2m1_numbers(grouped * tl.expand_dims(multiplier, 2))
+    # A block under the scale 0 has codes 0, one with a NaN has codes 7.
+    kept = tl.where(has_nan | (sf == 0), 0, 0xF)
+    return (codes & tl.expand_dims(kept, 2)) | tl.expand_dims(tl.where(has_nan, 0x7, 0), 2), sf
+
+
+@triton.jit
+def _quotients(x, divisor, NATIVE: tl.constexpr):
+    """IEEE quotients of ``x`` [ROWS, blocks, GROUP] and positive ``divisor`` [ROWS, blocks]."""
+    if NATIVE:
+        # A product with the reciprocal, corrected once by its exact remainder, is the quotient
+        # unless that is subnormal, and then its code is 0. Infinity becomes the largest number.
+        inverse = tl.broadcast_to(tl.expand_dims(tl.math.div_rn(1.0, divisor), 2), x.shape)
+        x = tl.minimum(tl.maximum(x, -3.4028234663852886e38), 3.4028234663852886e38)
+        quotient = x * inverse
+        divisor = tl.broadcast_to(tl.expand_dims(divisor, 2), x.shape)
+        # Negated twice, the remainder keeps the sign of a zero; -x would be 0 - x.
+        opposite = tl.fma(quotient, divisor, x * -1.0)
+        return tl.fma(opposite * -1.0, inverse, quotient)
+    else:
+        return tl.math.div_rn(x, tl.broadcast_to(tl.expand_dims(divisor, 2), x.shape))
+
+
+@triton.jit
+def _fp8_codes(grouped, KIND: tl.constexpr, AMAX_FLOOR: tl.constexpr, NATIVE: tl.constexpr):
+    """e4m3 codes (uint8) like ``grouped`` [ROWS, blocks, GROUP] and scales [ROWS, blocks].
+
+    The scales are float32, or exponents (int32) for packed bytes.
+    """
+    amax, has_nan = _largest(grouped)
+    floored = tl.maximum(amax, AMAX_FLOOR)
+    if KIND == FP8_FLOAT32:
+        floored = tl.minimum(floored, 3.4028234663852886e38)
+        scale = tl.math.div_rn(floored, 448.0)
+        stored = tl.where(has_nan, float("nan"), scale)
+        ratio = _quotients(grouped, scale, NATIVE)
+    else:
+        # An infinite amax keeps its bits here and takes the largest exponent.
+        exponent = encode_ue8m0(tl.math.div_rn(floored, 448.0))
+        exponent = tl.where(has_nan, 254, exponent)
+        stored = exponent
+        if KIND == FP8_FLOAT32_POW2:
+            stored = (exponent << 23).to(tl.float32, bitcast=True)
+        # Dividing by a power of two is exact as a product; 2**-127 is a subnormal.
+        inverse_bits = tl.where(exponent == 254, 0x400000, (254 - exponent) << 23)
+        ratio = grouped * tl.expand_dims(inverse_bits.to(tl.float32, bitcast=True), 2)
+    codes = to_fp8(ratio, False, NATIVE)
+    return tl.where(tl.expand_dims(has_nan.to(tl.int32), 2) != 0, 0x7F, codes).to(tl.uint8), stored
+
+
+@triton.jit
+def store_rows(
+    out,
+    head,
+    row,
+    mask,
+    first,
+    data_ptr,
+    stride_data_token,
+    stride_data_group,
+    sf_ptr,
+    stride_sf_token,
+    stride_sf_group,
+    stride_sf_word,
+    scale_ptr,
+    row_start,
+    padding_start,
+    padding_rows,
+    padding_lane,
+    padding_mask,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    D: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    F: tl.constexpr,
+    CHUNK32: tl.constexpr,
+    AMAX_FLOOR: tl.constexpr,
+    SF_COLUMN_TILES: tl.constexpr,
+    FEATURES: tl.constexpr,
+    PADDING_LANES: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Quantise and store dimensions ``first``.. of heads that are D wide.
+
+    ``out`` is [ROWS, WIDTH] float32, ``first`` a multiple of WIDTH; ``mask`` [ROWS, 1] says which
+    rows to store. Their ``head`` and ``row``, the token in the range, an int64, are numbers or
+    [ROWS, 1]; ``row_start`` is the range's place in the whole buffer. GROUP elements share a scale,
+    F features make an output group. FEATURES are those of a token where they end inside a row, else
+    0. NATIVE as in ``fp8_casts``.
+
+    The scales of ``padding_rows`` rows from ``padding_start`` on are zeroed: 0 except where the
+    program holds the buffer's last token. PADDING_LANES of them are zeroed at a time, each by the
+    rows of the program with its number in ``padding_lane``, a number or [ROWS, 1];
+    ``padding_mask`` [ROWS, 1] says which rows have a head.
+    """
+    d = first + tl.arange(0, WIDTH)[None, :]
+    columns = head * D + d < FEATURES if FEATURES else d >= 0
+    group, position = _positions(head, d, F, CHUNK32, D)
+    data = data_ptr + (row * stride_data_token + group.to(tl.int64) * stride_data_group)
+    if KIND == BF16:
+        tl.store(data + position, out.to(data_ptr.dtype.element_ty), mask=mask & columns)
+    elif KIND == FP8_TENSOR:
+        inverse = tl.math.div_rn(1.0, tl.load(scale_ptr))
+        tl.store(data + position, to_fp8(out * inverse, False, NATIVE), mask=mask & columns)
+    else:
+        BLOCKS: tl.constexpr = WIDTH // GROUP
+        grouped = tl.reshape(out, (ROWS, BLOCKS, GROUP))
+        if KIND == NVFP4:
+            codes, scales = _nvfp4_codes(grouped, tl.load(scale_ptr))
+            low, high = tl.split(tl.reshape(codes, (ROWS, WIDTH // 2, 2)))
+            # Bytes of two codes are numbered like the codes of heads half as wide.
+            d = first // 2 + tl.arange(0, WIDTH // 2)[None, :]
+            columns = head * (D // 2) + d < FEATURES // 2 if FEATURES else d >= 0
+            group, position = _positions(head, d, F // 2, False, D // 2)
+            data = data_ptr + (row * stride_data_token + group.to(tl.int64) * stride_data_group)
+            pairs = (low | (high << 4)).to(tl.uint8)
+            tl.store(data + position, pairs, mask=mask & columns)
+        else:
+            codes, scales = _fp8_codes(grouped, KIND, AMAX_FLOOR, NATIVE)
+            tl.store(data + position, tl.reshape(codes, (ROWS, WIDTH)), mask=mask & columns)
+        block = first // GROUP + tl.arange(0, BLOCKS)[None, :]
+        has_scale = block >= 0
+        if FEATURES:
+            # Columns that pad the swizzled layout hold the scales of nothing, which are zero.
+            limit: tl.constexpr = SF_COLUMN_TILES * 4 if KIND == NVFP4 else FEATURES // GROUP
+            has_scale = head * (D // GROUP) + block < limit
+        if KIND == NVFP4:
+            # Columns of a token follow each other, and those of the padding them.
+            scale_group = 0
+            index = head * (D // GROUP) + block
+        else:
+            scale_group, scale_position = _positions(head, block * GROUP, F, CHUNK32, D)
+            index = scale_position // GROUP
+        _store_scales(
+            sf_ptr,
+            stride_sf_token,
+            stride_sf_group,
+            stride_sf_word,
+            row_start,
+            row,
+            scale_group,
+            index,
+            scales,
+            mask & has_scale,
+            KIND,
+            F // GROUP,
+            SF_COLUMN_TILES,
+        )
+        for padding in range(0, padding_rows, PADDING_LANES):
+            lane = padding + padding_lane
+            _store_scales(
+                sf_ptr,
+                stride_sf_token,
+                stride_sf_group,
+                stride_sf_word,
+                row_start,
+                padding_start + lane,
+                scale_group,
+                index,
+                tl.zeros_like(scales),
+                padding_mask & (lane < padding_rows) & has_scale,
+                KIND,
+                F // GROUP,
+                SF_COLUMN_TILES,
+            )
 
 
 @triton.jit
@@ -109,93 +304,42 @@ def store_output(
 ):
     """Quantise and store dimensions ``first``.. of heads ``head_start``.. of token ``row``.
 
-    ``out`` is [BLOCK_H, WIDTH] float32, ``first`` a multiple of WIDTH; heads at or past
-    ``num_heads`` are not stored. ``row``, an int64, counts in the token range, ``absolute_row`` in
-    the whole buffer. ``padding_rows`` rows of scales after this one are zeroed: 0 except for the
-    buffer's last token. GROUP elements share a
-    scale, F features make an output group.
+    ``out`` is [BLOCK_H, WIDTH] float32, ``first`` a multiple of WIDTH; heads are 512 wide, those at
+    or past ``num_heads`` are not stored. ``row``, an int64, counts in the token range,
+    ``absolute_row`` in the whole buffer. ``padding_rows`` rows of scales after this one are zeroed:
+    0 except for the buffer's last token.
     """
-    head = head_start + tl.arange(0, BLOCK_H)
-    d = first + tl.arange(0, WIDTH)
-    mask = (head < num_heads)[:, None] & (d >= 0)[None, :]
-    group, position = _positions(head[:, None], d[None, :], F, CHUNK32)
-    data = data_ptr + row * stride_data_token + group.to(tl.int64) * stride_data_group
-    if KIND == BF16:
-        tl.store(data + position, out.to(data_ptr.dtype.element_ty), mask=mask)
-    elif KIND == FP8_TENSOR:
-        inverse = tl.math.div_rn(1.0, tl.load(scale_ptr))
-        tl.store(data + position, encode_e4m3(out * inverse).to(tl.uint8), mask=mask)
-    else:
-        blocks: tl.constexpr = WIDTH // GROUP
-        grouped = tl.reshape(out, (BLOCK_H, blocks, GROUP))
-        amax = tl.max(tl.abs(grouped), 2)
-        # max drops a NaN; a group with one is all NaN.
-        has_nan = tl.max((grouped != grouped).to(tl.int32), 2) != 0
-        block = first // GROUP + tl.arange(0, blocks)
-        scale_mask = (head < num_heads)[:, None] & (block >= 0)[None, :]
-        scale_group, scale_position = _positions(head[:, None], block[None, :] * GROUP, F, CHUNK32)
-        scale_index = scale_position // GROUP
-        if KIND == NVFP4:
-            global_scale = tl.load(scale_ptr)
-            wanted = tl.minimum(global_scale * tl.math.div_rn(amax, 6.0), 448.0)
-            sf = tl.where(has_nan, 0x7F, encode_e4m3(wanted))
-            # The codes match the stored scale, so the multiplier comes from its decoded value.
-            sf16 = (sf.to(tl.uint16) << 7).to(tl.float16, bitcast=True)
-            decoded = sf16.to(tl.float32) * 256.0
-            multiplier = tl.where(
-                sf == 0, 0.0, tl.math.div_rn(global_scale, tl.where(sf == 0, 1.0, decoded))
-            )
-            codes = encode_e2m1(grouped * tl.expand_dims(multiplier, 2))
-            dead = tl.expand_dims((sf == 0).to(tl.int32), 2) != 0
-            codes = tl.where(dead, 0, codes)
-            codes = tl.where(tl.expand_dims(has_nan.to(tl.int32), 2) != 0, 0x7, codes)
-            low, high = tl.split(tl.reshape(codes, (BLOCK_H, WIDTH // 2, 2)))
-            half = first // 2 + tl.arange(0, WIDTH // 2)
-            pair_group, pair_position = _positions(head[:, None], 2 * half[None, :], F, CHUNK32)
-            pairs = data_ptr + row * stride_data_token + pair_group.to(tl.int64) * stride_data_group
-            pair_mask = (head < num_heads)[:, None] & (half >= 0)[None, :]
-            tl.store(pairs + pair_position // 2, (low | (high << 4)).to(tl.uint8), mask=pair_mask)
-            column = scale_group * (F // GROUP) + scale_index
-            offsets = _swizzled_offset(absolute_row, column, SF_COLUMN_TILES)
-            tl.store(sf_ptr + offsets, sf.to(tl.uint8), mask=scale_mask)
-            for padding in range(padding_rows):
-                offsets = _swizzled_offset(absolute_row + 1 + padding, column, SF_COLUMN_TILES)
-                tl.store(sf_ptr + offsets, (sf * 0).to(tl.uint8), mask=scale_mask)
-        else:
-            floored = tl.maximum(amax, AMAX_FLOOR)
-            if KIND == FP8_FLOAT32:
-                floored = tl.minimum(floored, 3.4028234663852886e38)
-                scale = tl.math.div_rn(floored, 448.0)
-                stored = tl.where(has_nan, float("nan"), scale)
-            else:
-                # An infinite amax keeps its bits here and takes the largest exponent.
-                exponent = encode_ue8m0(tl.math.div_rn(floored, 448.0))
-                exponent = tl.where(has_nan, 254, exponent)
-                scale = (exponent << 23).to(tl.float32, bitcast=True)
-                stored = scale if KIND == FP8_FLOAT32_POW2 else exponent
-            if KIND == FP8_FLOAT32:
-                ratio = tl.math.div_rn(
-                    grouped, tl.broadcast_to(tl.expand_dims(scale, 2), grouped.shape)
-                )
-            else:
-                # Dividing by a power of two is exact as a product; 2**-127 is a subnormal.
-                inverse_bits = tl.where(exponent == 254, 0x400000, (254 - exponent) << 23)
-                ratio = grouped * tl.expand_dims(inverse_bits.to(tl.float32, bitcast=True), 2)
-            codes = encode_e4m3(ratio)
-            codes = tl.where(tl.expand_dims(has_nan.to(tl.int32), 2) != 0, 0x7F, codes)
-            codes = tl.reshape(codes, (BLOCK_H, WIDTH))
-            tl.store(data + position, codes.to(tl.uint8), mask=mask)
-            _store_scale(
-                sf_ptr,
-                stride_sf_token,
-                stride_sf_group,
-                stride_sf_word,
-                row,
-                scale_group,
-                scale_index,
-                stored,
-                scale_mask,
-                padding_rows,
-                KIND == FP8_UE8M0,
-                F // GROUP,
-            )
+    head = head_start + tl.arange(0, BLOCK_H)[:, None]
+    in_range = head < num_heads
+    store_rows(
+        out,
+        head,
+        row,
+        in_range,
+        first,
+        data_ptr,
+        stride_data_token,
+        stride_data_group,
+        sf_ptr,
+        stride_sf_token,
+        stride_sf_group,
+        stride_sf_word,
+        scale_ptr,
+        absolute_row - row,
+        row + 1,
+        padding_rows,
+        0,
+        in_range,
+        BLOCK_H,
+        WIDTH,
+        512,
+        KIND,
+        GROUP,
+        F,
+        CHUNK32,
+        AMAX_FLOOR,
+        SF_COLUMN_TILES,
+        0,
+        1,
+        False,
+    )

@@ -75,6 +75,14 @@ def plan_portable_decode(
     return choose_num_splits(programs, width, config.block_n, device, batch_invariant)
 
 
+def plan_hopper_decode(
+    s_q: int, h_q: int, width: int, device: torch.device, batch_invariant: bool
+) -> int:
+    """Splits that the Hopper decode picks for ``width`` index columns of both lists."""
+    tiles, blocks = s_q * -(-h_q // 64), -(-width // 64)
+    return choose_decode_splits(tiles, blocks, num_multiprocessors(device), batch_invariant)
+
+
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a device; 1 where there are none to ask about."""

@@ -12,24 +12,30 @@ import torch
 from mlacast.descriptors.kv_format import KvFormat
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.descriptors.rope import Rope
-from mlacast.kernels.common.combine_splits import combine_splits, split_scratch
+from mlacast.kernels.common.combine_splits import split_scratch
+from mlacast.kernels.common.decode_arguments import RECORDS, number_and_tensor
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.targets import store_target
-from mlacast.kernels.config.sparse_attention import choose_decode_splits, num_multiprocessors
+from mlacast.kernels.config.sparse_attention import num_multiprocessors, plan_hopper_decode
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_kernel import OPTIONS, sparse_mla_decode_kernel
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_merge import merge_splits
 
-# Whether P V waits until the next scores are nearly done; it made no difference while the
-# dequantisation was the slowest role.
-_DELAY_OUTPUT = False
 
-_RECORDS = {
-    "V32": "v32",
-    "V4": "v4",
-    "V41": "v41",
-    "V41_INLINE": "v41",
-    "V41_FP4": "v41_fp4",
-    "V41_FP4_INLINE": "v41_fp4",
-}
+def _record(kv_format: KvFormat, d_qk: int) -> str:
+    """Name of a record format in ``sparse_mla_decode_records``."""
+    return f"fp8_{d_qk}" if kv_format.name == "FP8" else RECORDS[kv_format.name]
+
+
+def page_division(page_size: int) -> tuple[int, int]:
+    """Multiplier and shift that divide slots by ``page_size`` in a kernel.
+
+    For 0 <= slot < 2**31: slot // page_size == (2 * slot * multiplier >> 32) >> shift. The
+    multiplier, of 32 bits, comes as the int32 of the same bits.
+    """
+    shift = (page_size - 1).bit_length()
+    # Rounded up by less than 2**shift / page_size: too little to reach the next quotient.
+    multiplier = -(-(1 << (31 + shift)) // page_size)
+    return multiplier - (1 << 32), shift
 
 
 def _pool_arguments(
@@ -44,6 +50,7 @@ def _pool_arguments(
         launches.inside(cache, cache.view(torch.int32)),
         cache.stride(0) // 16,
         cache.shape[1],
+        *page_division(cache.shape[1]),
         cache.shape[0] * cache.shape[1],
         indices,
         indices.stride(0),
@@ -59,7 +66,7 @@ def launch_sparse_mla_decode(
     indices: torch.Tensor,
     *,
     kv_format: KvFormat,
-    sm_scale: float,
+    sm_scale: float | torch.Tensor,
     topk_length: torch.Tensor | None,
     extra_k_cache: torch.Tensor | None,
     extra_indices: torch.Tensor | None,
@@ -74,6 +81,7 @@ def launch_sparse_mla_decode(
     workspace: torch.Tensor | None,
     out: QuantizedTensor,
     lse: torch.Tensor,
+    v_scale: float | torch.Tensor = 1.0,
 ) -> Launches:
     """Fill ``out`` and ``lse``; arguments as in ``mlacast.sparse_mla_decode``."""
     num_tokens, num_heads, d_qk = q.shape
@@ -82,14 +90,13 @@ def launch_sparse_mla_decode(
     head_blocks = -(-num_heads // 64)
     pool = _pool_arguments(launches, k_cache, indices, topk_length)
     extra_pool, extra_format, has_extra = pool, kv_format, False
-    blocks = -(-indices.shape[1] // 64)
+    width = indices.shape[1]
     if extra_k_cache is not None and extra_indices is not None and extra_kv_format is not None:
         extra_pool = _pool_arguments(launches, extra_k_cache, extra_indices, extra_topk_length)
         extra_format, has_extra = extra_kv_format, True
-        blocks += -(-extra_indices.shape[1] // 64)
-    multiprocessors = num_multiprocessors(q.device)
-    splits = num_splits or choose_decode_splits(
-        num_tokens * head_blocks, blocks, multiprocessors, batch_invariant
+        width += extra_indices.shape[1]
+    splits = num_splits or plan_hopper_decode(
+        num_tokens, num_heads, width, q.device, batch_invariant
     )
     is_split = splits > 1
     partials = [lse, lse, lse]
@@ -109,17 +116,23 @@ def launch_sparse_mla_decode(
         "HALF_PAIRING": rope is not None and rope.pairing == "half",
         "HAS_SINK": attn_sink is not None,
     }
+    sm_scale, sm_scale_tensor = number_and_tensor(sm_scale, lse)
+    v_scale, v_scale_tensor = number_and_tensor(v_scale, lse)
+    record = _record(kv_format, d_qk)
+    query, step = q, 1
+    if q.dtype == torch.float8_e4m3fn:
+        query, step = launches.inside(q, q.view(torch.int32)), 4
     numbers = {name: value for name, value in target.numbers.items() if name != "row_start"}
     constants = {
         name: value for name, value in target.constants.items() if name != "SF_COLUMN_TILES"
     }
-    programs = min(num_tokens * head_blocks * splits, multiprocessors)
+    programs = min(num_tokens * head_blocks * splits, num_multiprocessors(q.device))
     launches.launch(
         sparse_mla_decode_kernel,
         (programs,),
-        q,
-        q.stride(0),
-        q.stride(1),
+        query,
+        q.stride(0) // step,
+        q.stride(1) // step,
         *pool,
         *extra_pool,
         *rope_arguments,
@@ -131,27 +144,35 @@ def launch_sparse_mla_decode(
         splits,
         q_norm_eps or 0.0,
         sm_scale,
+        sm_scale_tensor,
+        v_scale,
+        v_scale_tensor,
         HEAD_BLOCKS=head_blocks,
         FULL_TILES=num_heads % 64 == 0,
         IS_SPLIT=is_split,
         CHUNK16=q_order == "chunk16",
+        Q_FP8=step == 4,
+        HAS_SM_SCALE=sm_scale_tensor is not lse,
+        HAS_V_SCALE=v_scale_tensor is not lse,
+        ROTATE_QUERY=rope is not None and rope.rotate_query,
         HAS_NORM=q_norm_eps is not None,
         HAS_LENGTH=topk_length is not None,
-        FORMAT=_RECORDS[kv_format.name],
+        FORMAT=record,
         INLINE=kv_format.placement == "inline",
         HAS_EXTRA=has_extra,
         HAS_EXTRA_LENGTH=extra_topk_length is not None,
-        EXTRA_FORMAT=_RECORDS[extra_format.name],
+        EXTRA_FORMAT=_record(extra_format, d_qk),
         EXTRA_INLINE=extra_format.placement == "inline",
-        NUM_PIECES=4 if kv_format.name == "V32" else 5,
-        DELAY_OUTPUT=_DELAY_OUTPUT,
+        # P V is held back until the next scores are nearly done, where the ring has room for that.
+        NUM_PIECES=4 if d_qk == 576 else 5,
+        DELAY_OUTPUT=d_qk != 576,
         DEQUANT_REGISTERS=48,
         **flags,
         **constants,
         **OPTIONS,
     )
     if is_split:
-        combine_splits(
+        merge_splits(
             launches, partials, rope_arguments, target, num_tokens, num_heads, splits, d_qk, **flags
         )
     return launches

@@ -7,10 +7,14 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 from mlacast.kernels.common.sm90_rotation import opaque
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import (
     ROW,
+    TAIL_UNIT,
     decode_unit,
     fetch_scales,
+    fetch_tail,
     fetch_unit,
     fp4_scale_stage,
+    has_tail,
+    load_codes,
     read_scales,
     unit_count,
 )
@@ -19,9 +23,16 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
     BLOCK_H,
     BLOCK_N,
     head_start,
+    item_token,
     next_piece,
     work_range,
 )
+
+
+@gluon.jit
+def _words_of(halves, NUM_PIECES: gl.constexpr):
+    """Halves of the ring's pieces as int32 [NUM_PIECES, 64, 64]."""
+    return halves._reinterpret(gl.int32, [NUM_PIECES, 64, 64], gl.NVMMASharedLayout(128, 32, 2))
 
 
 @gluon.jit
@@ -64,15 +75,79 @@ def _fetch_query(
 
 
 @gluon.jit
-def _publish_query(k_ready, slot):
-    """Signal a piece of a query once this warpgroup's copies have landed: 128 arrivals and one."""
-    async_copy.mbarrier_arrive(k_ready.index(slot), increment_count=False)
-    mbarrier.arrive(k_ready.index(slot), count=1)
+def _send_query(
+    q_ptr,
+    stride_q_token,
+    stride_q_head,
+    item,
+    num_heads,
+    num_splits,
+    k_even,
+    k_odd,
+    k_ready,
+    k_free,
+    slot,
+    phase,
+    HEAD_BLOCKS: gl.constexpr,
+    FULL_TILES: gl.constexpr,
+    IS_SPLIT: gl.constexpr,
+    CHUNK16: gl.constexpr,
+    Q_FP8: gl.constexpr,
+    TAIL: gl.constexpr,
+    NUM_PIECES: gl.constexpr,
+):
+    """Start copying the query of a work item into the next pieces of the ring.
+
+    Each is signalled once this warpgroup's copies have landed: 128 arrivals and one. ``q_ptr``
+    points at int32 words with Q_FP8, which counts strides in words as well.
+    """
+    Q_FORMAT: gl.constexpr = "fp8_576" if TAIL else "fp8_512"
+    token = item_token(item, num_splits, HEAD_BLOCKS, IS_SPLIT)
+    first_head = head_start(item, num_splits, HEAD_BLOCKS, IS_SPLIT)
+    if Q_FP8:
+        rows = q_ptr + token.to(gl.int64) * stride_q_token
+        head = first_head + opaque(gl.arange(0, BLOCK_H, ROW))
+        rows += head * stride_q_head
+    for part in gl.static_range(3 if TAIL else 2):
+        mbarrier.wait(k_free.index(slot), phase)
+        if Q_FP8:
+            # Decoded by way of registers: once an item, and the stages hold keys.
+            even = _words_of(k_even, NUM_PIECES).index(slot)
+            odd = _words_of(k_odd, NUM_PIECES).index(slot)
+            if part == 2:
+                load_codes(
+                    even.slice(0, 32, dim=1), odd, rows, head < num_heads, TAIL_UNIT, Q_FORMAT
+                )
+            else:
+                load_codes(even, odd, rows, head < num_heads, 2 * part, Q_FORMAT)
+                load_codes(even, odd, rows, head < num_heads, 2 * part + 1, Q_FORMAT)
+            mbarrier.arrive(k_ready.index(slot), count=129)
+        else:
+            _fetch_query(
+                q_ptr,
+                stride_q_token,
+                stride_q_head,
+                token,
+                first_head,
+                num_heads,
+                k_even,
+                k_odd,
+                slot,
+                part * 256,
+                256 if part < 2 else 64,
+                FULL_TILES,
+                CHUNK16,
+            )
+            async_copy.mbarrier_arrive(k_ready.index(slot), increment_count=False)
+            mbarrier.arrive(k_ready.index(slot), count=1)
+        slot, phase = next_piece(slot, phase, NUM_PIECES)
+    return slot, phase
 
 
 @gluon.jit
 def _fetch(
     stage,
+    tail_stage,
     scale_stage,
     row_ptr,
     scale_ptr,
@@ -84,6 +159,8 @@ def _fetch(
     EXTRA_FORMAT: gl.constexpr,
 ):
     """Start copying one unit of 64 records of either pool, with the first all their scales."""
+    if FORMAT == "fp8_576" and UNIT == TAIL_UNIT - 1:
+        fetch_unit(tail_stage, row_ptr, valid, TAIL_UNIT, FORMAT)
     if MIXED:
         if is_extra:
             fetch_unit(stage, row_ptr, valid, UNIT, EXTRA_FORMAT)
@@ -140,6 +217,57 @@ def _decode(
 
 
 @gluon.jit
+def _next_slots(
+    cursor,
+    step,
+    num_items,
+    num_splits,
+    pool,
+    extra_pool,
+    HEAD_BLOCKS: gl.constexpr,
+    IS_SPLIT: gl.constexpr,
+    HAS_LENGTH: gl.constexpr,
+    HAS_EXTRA: gl.constexpr,
+    HAS_EXTRA_LENGTH: gl.constexpr,
+):
+    """Move a cursor to the next block and load its slots.
+
+    A cursor is an item, a block of it, its first block, their number, and the lengths of both
+    lists. Past the program's last item it stays in that item.
+
+    Returns:
+        The cursor, the slots, and whether they are the extra pool's.
+    """
+    item, block, first, count, length, extra_length = cursor
+    block += 1
+    if block == count:
+        block = 0
+        item = gl.minimum(item + step, num_items - 1)
+        _, first, count, length, extra_length = work_range(
+            item,
+            num_splits,
+            pool,
+            extra_pool,
+            HEAD_BLOCKS,
+            IS_SPLIT,
+            HAS_LENGTH,
+            HAS_EXTRA,
+            HAS_EXTRA_LENGTH,
+        )
+    ids, is_extra = load_slots(
+        gl.arange(0, BLOCK_N, ROW),
+        first + block,
+        length,
+        extra_length,
+        item_token(item, num_splits, HEAD_BLOCKS, IS_SPLIT),
+        pool,
+        extra_pool,
+        HAS_EXTRA,
+    )
+    return (item, block, first, count, length, extra_length), ids, is_extra
+
+
+@gluon.jit
 def dequant_role(
     q_ptr,
     stride_q_token,
@@ -153,6 +281,7 @@ def dequant_role(
     k_odd,
     tail_smem,
     stages,
+    tail_stage,
     scale_stage,
     mask_smem,
     k_ready,
@@ -161,6 +290,7 @@ def dequant_role(
     FULL_TILES: gl.constexpr,
     IS_SPLIT: gl.constexpr,
     CHUNK16: gl.constexpr,
+    Q_FP8: gl.constexpr,
     HAS_LENGTH: gl.constexpr,
     HAS_EXTRA: gl.constexpr,
     HAS_EXTRA_LENGTH: gl.constexpr,
@@ -178,20 +308,21 @@ def dequant_role(
     """
     UNITS: gl.constexpr = unit_count(FORMAT)
     MIXED: gl.constexpr = HAS_EXTRA and FORMAT != EXTRA_FORMAT
-    TAIL: gl.constexpr = FORMAT == "v32"
-    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    even_words = k_even._reinterpret(gl.int32, [NUM_PIECES, 64, 64], WORDS)
-    odd_words = k_odd._reinterpret(gl.int32, [NUM_PIECES, 64, 64], WORDS)
+    TAIL: gl.constexpr = has_tail(FORMAT)
+    # Where the registers allow it.
+    EARLY: gl.constexpr = FORMAT == "v41" and not MIXED and not (IS_SPLIT and HAS_LENGTH)
+    even_words = _words_of(k_even, NUM_PIECES)
+    odd_words = _words_of(k_odd, NUM_PIECES)
     if TAIL:
-        tail_words = tail_smem._reinterpret(gl.int32, [2, 64, 32], WORDS)
+        tail_words = tail_smem._reinterpret(gl.int32, [2, 64, 32], gl.NVMMASharedLayout(128, 32, 2))
     slot = 0
     phase = 1
     blocks = 0
     step = gl.num_programs(0)
-    # The cursor of the slots: two blocks ahead of what is decoded, one ahead of what is copied.
+    # The cursor of the slots is a block ahead of what is copied, which is one ahead of what is
+    # decoded. With EARLY it moves on as soon as the addresses are known.
     at_item = gl.program_id(0)
-    at_block = 0
-    at_token, at_first, at_count, length, extra_length = work_range(
+    _, at_first, at_count, length, extra_length = work_range(
         at_item,
         num_splits,
         pool,
@@ -202,35 +333,27 @@ def dequant_role(
         HAS_EXTRA,
         HAS_EXTRA_LENGTH,
     )
+    cursor = (at_item, 0, at_first, at_count, length, extra_length)
     ids, next_extra = load_slots(
         gl.arange(0, BLOCK_N, ROW),
         at_first,
         length,
         extra_length,
-        at_token,
+        item_token(at_item, num_splits, HEAD_BLOCKS, IS_SPLIT),
         pool,
         extra_pool,
         HAS_EXTRA,
     )
-    row_ptr, scale_ptr, valid = locate(
-        ids, next_extra, pool, extra_pool, HAS_EXTRA, FORMAT, INLINE, EXTRA_FORMAT, EXTRA_INLINE
-    )
-    for unit in gl.static_range(3):
-        _fetch(
-            stages[unit] if UNITS == 4 else stages.index(unit),
-            scale_stage,
-            row_ptr,
-            scale_ptr,
-            valid,
-            next_extra,
-            unit,
-            MIXED,
-            FORMAT,
-            EXTRA_FORMAT,
-        )
-    for item in range(gl.program_id(0), num_items, step):
-        token, _, count, _, _ = work_range(
-            item,
+    located_extra = next_extra
+    valid = gl.arange(0, BLOCK_N, ROW) < 0
+    nowhere = gl.zeros((BLOCK_N,), gl.int64, ROW)
+    row_ptr = pool[0] + nowhere
+    scale_ptr = pool[0] + nowhere
+    # One round before the first item: its query goes before the keys, whose signal would otherwise
+    # wait for them.
+    for item in range(gl.program_id(0) - step, num_items, step):
+        _, _, count, _, _ = work_range(
+            gl.maximum(item, 0),
             num_splits,
             pool,
             extra_pool,
@@ -240,32 +363,13 @@ def dequant_role(
             HAS_EXTRA,
             HAS_EXTRA_LENGTH,
         )
-        for part in gl.static_range(3 if TAIL else 2):
-            mbarrier.wait(k_free.index(slot), phase)
-            _fetch_query(
-                q_ptr,
-                stride_q_token,
-                stride_q_head,
-                token,
-                head_start(item, num_splits, HEAD_BLOCKS, IS_SPLIT),
-                num_heads,
-                k_even,
-                k_odd,
-                slot,
-                part * 256,
-                256 if part < 2 else 64,
-                FULL_TILES,
-                CHUNK16,
-            )
-            _publish_query(k_ready, slot)
-            slot, phase = next_piece(slot, phase, NUM_PIECES)
-        for _ in range(count):
-            at_block += 1
-            if at_block == at_count:
-                at_block = 0
-                at_item = gl.minimum(at_item + step, num_items - 1)
-                at_token, at_first, at_count, length, extra_length = work_range(
-                    at_item,
+        for _ in range(gl.where(item < 0, 0, count)):
+            is_extra = located_extra
+            if not EARLY:
+                cursor, ids, next_extra = _next_slots(
+                    cursor,
+                    step,
+                    num_items,
                     num_splits,
                     pool,
                     extra_pool,
@@ -275,17 +379,6 @@ def dequant_role(
                     HAS_EXTRA,
                     HAS_EXTRA_LENGTH,
                 )
-            is_extra = next_extra
-            ids, next_extra = load_slots(
-                gl.arange(0, BLOCK_N, ROW),
-                at_first + at_block,
-                length,
-                extra_length,
-                at_token,
-                pool,
-                extra_pool,
-                HAS_EXTRA,
-            )
             mbarrier.wait(k_free.index(slot), phase)
             mask_smem.index(blocks & 3).store(gl.where(valid, 0, 1).to(gl.int8))
             for unit in gl.static_range(UNITS):
@@ -313,24 +406,43 @@ def dequant_role(
                         EXTRA_FORMAT,
                         EXTRA_INLINE,
                     )
+                    located_extra = next_extra
+                if FORMAT == "v32" and unit == 0:
+                    # With the copy of the last unit, which is waited for before the block is ready.
+                    fetch_tail(tail_words.index(blocks & 1), row_ptr, valid)
                 # Into the stage of the unit before: the wait has synchronised since it was read.
                 _fetch(
                     stages[(unit + 3) % 4] if UNITS == 4 else stages.index(ahead),
+                    tail_stage,
                     scale_stage,
                     row_ptr,
                     scale_ptr,
                     valid,
-                    next_extra if unit >= UNITS - 3 else is_extra,
+                    located_extra if unit >= UNITS - 3 else is_extra,
                     (unit + 3) % UNITS,
                     MIXED,
                     FORMAT,
                     EXTRA_FORMAT,
                 )
+                if EARLY and unit == UNITS - 3:
+                    cursor, ids, next_extra = _next_slots(
+                        cursor,
+                        step,
+                        num_items,
+                        num_splits,
+                        pool,
+                        extra_pool,
+                        HEAD_BLOCKS,
+                        IS_SPLIT,
+                        HAS_LENGTH,
+                        HAS_EXTRA,
+                        HAS_EXTRA_LENGTH,
+                    )
                 _decode(
                     stages[unit] if UNITS == 4 else stages.index(stage),
                     scales,
                     extra_scales,
-                    tail_words.index(blocks & 1) if TAIL and unit == 4 else even_words.index(slot),
+                    even_words.index(slot),
                     odd_words.index(slot),
                     is_extra,
                     unit,
@@ -338,6 +450,72 @@ def dequant_role(
                     FORMAT,
                     EXTRA_FORMAT,
                 )
+            if FORMAT == "fp8_576":
+                tail = tail_words.index(blocks & 1)
+                decode_unit(tail_stage, scales, tail, tail, TAIL_UNIT, FORMAT)
             mbarrier.arrive(k_ready.index(slot), count=129)
             slot, phase = next_piece(slot, phase, NUM_PIECES)
             blocks += 1
+        if item + step < num_items:
+            slot, phase = _send_query(
+                q_ptr,
+                stride_q_token,
+                stride_q_head,
+                item + step,
+                num_heads,
+                num_splits,
+                k_even,
+                k_odd,
+                k_ready,
+                k_free,
+                slot,
+                phase,
+                HEAD_BLOCKS,
+                FULL_TILES,
+                IS_SPLIT,
+                CHUNK16,
+                Q_FP8,
+                TAIL,
+                NUM_PIECES,
+            )
+        if item < 0:
+            row_ptr, scale_ptr, valid = locate(
+                ids,
+                next_extra,
+                pool,
+                extra_pool,
+                HAS_EXTRA,
+                FORMAT,
+                INLINE,
+                EXTRA_FORMAT,
+                EXTRA_INLINE,
+            )
+            for unit in gl.static_range(3):
+                _fetch(
+                    stages[unit] if UNITS == 4 else stages.index(unit),
+                    tail_stage,
+                    scale_stage,
+                    row_ptr,
+                    scale_ptr,
+                    valid,
+                    next_extra,
+                    unit,
+                    MIXED,
+                    FORMAT,
+                    EXTRA_FORMAT,
+                )
+            located_extra = next_extra
+            if EARLY:
+                cursor, ids, next_extra = _next_slots(
+                    cursor,
+                    step,
+                    num_items,
+                    num_splits,
+                    pool,
+                    extra_pool,
+                    HEAD_BLOCKS,
+                    IS_SPLIT,
+                    HAS_LENGTH,
+                    HAS_EXTRA,
+                    HAS_EXTRA_LENGTH,
+                )

@@ -13,6 +13,7 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_output import output_role
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import (
     SCALE_STAGE,
     STAGE_32,
+    has_tail,
     unit_count,
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_score import score_role
@@ -24,7 +25,53 @@ OPTIONS = {"num_warps": 4, "maxnreg": 128}
 _OUTPUT_REGISTERS = gl.constexpr(160)
 
 
-@gluon.jit
+# Counts and strides that vary while serving must not pick another variant of the kernel.
+_VARYING = [
+    "page_size",
+    "page_inverse",
+    "page_shift",
+    "num_slots",
+    "stride_page",
+    "stride_indices",
+    "topk",
+    "stride_length",
+    "extra_stride_page",
+    "extra_page_size",
+    "extra_page_inverse",
+    "extra_page_shift",
+    "extra_num_slots",
+    "extra_stride_indices",
+    "extra_topk",
+    "extra_stride_length",
+    "table_rows",
+    "stride_positions",
+    "stride_sf_token",
+    "stride_sf_group",
+    "stride_sf_word",
+    "padding_rows",
+    "num_tokens",
+    "num_splits",
+]
+# Nor must where a slice of a bigger buffer happens to start.
+_UNALIGNED = [
+    "indices_ptr",
+    "length_ptr",
+    "extra_indices_ptr",
+    "extra_length_ptr",
+    "sink_ptr",
+    "table_ptr",
+    "positions_ptr",
+    "lse_ptr",
+    "partial_max_ptr",
+    "partial_sum_ptr",
+    "sf_ptr",
+    "scale_ptr",
+    "sm_scale_ptr",
+    "v_scale_ptr",
+]
+
+
+@gluon.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
 def sparse_mla_decode_kernel(
     q_ptr,
     stride_q_token,
@@ -32,6 +79,8 @@ def sparse_mla_decode_kernel(
     cache_ptr,
     stride_page,
     page_size,
+    page_inverse,
+    page_shift,
     num_slots,
     indices_ptr,
     stride_indices,
@@ -41,6 +90,8 @@ def sparse_mla_decode_kernel(
     extra_cache_ptr,
     extra_stride_page,
     extra_page_size,
+    extra_page_inverse,
+    extra_page_shift,
     extra_num_slots,
     extra_indices_ptr,
     extra_stride_indices,
@@ -71,10 +122,17 @@ def sparse_mla_decode_kernel(
     num_splits,
     eps,
     sm_scale,
+    sm_scale_ptr,
+    v_scale,
+    v_scale_ptr,
     HEAD_BLOCKS: gl.constexpr,
     FULL_TILES: gl.constexpr,
     IS_SPLIT: gl.constexpr,
     CHUNK16: gl.constexpr,
+    Q_FP8: gl.constexpr,
+    HAS_SM_SCALE: gl.constexpr,
+    HAS_V_SCALE: gl.constexpr,
+    ROTATE_QUERY: gl.constexpr,
     HAS_NORM: gl.constexpr,
     HAS_ROPE: gl.constexpr,
     HALF_PAIRING: gl.constexpr,
@@ -115,14 +173,17 @@ def sparse_mla_decode_kernel(
         )
     else:
         stages = gl.allocate_shared_memory(gl.int32, [4, BLOCK_N, 32], STAGE_32)
+    tail_stage = k_even
+    if FORMAT == "fp8_576":
+        tail_stage = gl.allocate_shared_memory(gl.int32, [BLOCK_N, 32], STAGE_32)
     scale_stage = gl.allocate_shared_memory(gl.int32, [BLOCK_N, 4], SCALE_STAGE)
     tail_smem = k_even
-    if FORMAT == "v32":
+    if has_tail(FORMAT):
         tail_smem = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_N, 64], TILE)
     q_64_smem = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, 64], TILE)
     q_128_smem = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, 128], TILE)
     q_tail_smem = q_64_smem
-    if FORMAT == "v32":
+    if has_tail(FORMAT):
         q_tail_smem = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, 64], TILE)
     p_smem = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, BLOCK_N], TILE)
     alpha_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_H], ROW)
@@ -150,6 +211,8 @@ def sparse_mla_decode_kernel(
         cache_ptr,
         stride_page,
         page_size,
+        page_inverse,
+        page_shift,
         num_slots,
         indices_ptr,
         stride_indices,
@@ -161,6 +224,8 @@ def sparse_mla_decode_kernel(
         extra_cache_ptr,
         extra_stride_page,
         extra_page_size,
+        extra_page_inverse,
+        extra_page_shift,
         extra_num_slots,
         extra_indices_ptr,
         extra_stride_indices,
@@ -168,6 +233,10 @@ def sparse_mla_decode_kernel(
         extra_length_ptr,
         extra_stride_length,
     )
+    if HAS_SM_SCALE:
+        sm_scale = gl.load(sm_scale_ptr)
+    if HAS_V_SCALE:
+        v_scale = gl.load(v_scale_ptr)
     rope = (table_ptr, stride_table, table_rows, positions_ptr, stride_positions)
     target = (
         data_ptr,
@@ -215,17 +284,18 @@ def sparse_mla_decode_kernel(
                     num_splits,
                     eps,
                     sm_scale * LOG2_E,
+                    v_scale,
                     HEAD_BLOCKS,
                     FULL_TILES,
                     IS_SPLIT,
                     HAS_NORM,
-                    HAS_ROPE,
+                    ROTATE_QUERY,
                     HALF_PAIRING,
                     HAS_SINK,
                     HAS_LENGTH,
                     HAS_EXTRA,
                     HAS_EXTRA_LENGTH,
-                    FORMAT == "v32",
+                    FORMAT,
                     NUM_PIECES,
                     DELAY_OUTPUT,
                 ),
@@ -249,6 +319,7 @@ def sparse_mla_decode_kernel(
                     rope,
                     target,
                     partial_out_ptr,
+                    v_scale,
                     num_tokens,
                     num_heads,
                     num_items,
@@ -257,7 +328,7 @@ def sparse_mla_decode_kernel(
                     HEAD_BLOCKS,
                     FULL_TILES,
                     IS_SPLIT,
-                    HAS_ROPE and FORMAT != "v32",
+                    HAS_ROPE and not has_tail(FORMAT),
                     HALF_PAIRING,
                     HAS_SINK,
                     HAS_LENGTH,
@@ -269,9 +340,6 @@ def sparse_mla_decode_kernel(
                     CHUNK32,
                     AMAX_FLOOR,
                     FORMAT,
-                    INLINE,
-                    EXTRA_FORMAT,
-                    EXTRA_INLINE,
                     NUM_PIECES,
                     DELAY_OUTPUT,
                 ),
@@ -295,6 +363,7 @@ def sparse_mla_decode_kernel(
                     rope,
                     target,
                     partial_out_ptr,
+                    v_scale,
                     num_tokens,
                     num_heads,
                     num_items,
@@ -303,7 +372,7 @@ def sparse_mla_decode_kernel(
                     HEAD_BLOCKS,
                     FULL_TILES,
                     IS_SPLIT,
-                    HAS_ROPE and FORMAT != "v32",
+                    HAS_ROPE and not has_tail(FORMAT),
                     HALF_PAIRING,
                     HAS_SINK,
                     HAS_LENGTH,
@@ -315,9 +384,6 @@ def sparse_mla_decode_kernel(
                     CHUNK32,
                     AMAX_FLOOR,
                     FORMAT,
-                    INLINE,
-                    EXTRA_FORMAT,
-                    EXTRA_INLINE,
                     NUM_PIECES,
                     DELAY_OUTPUT,
                 ),
@@ -337,6 +403,7 @@ def sparse_mla_decode_kernel(
                     k_odd,
                     tail_smem,
                     stages,
+                    tail_stage,
                     scale_stage,
                     mask_smem,
                     k_ready,
@@ -345,6 +412,7 @@ def sparse_mla_decode_kernel(
                     FULL_TILES,
                     IS_SPLIT,
                     CHUNK16,
+                    Q_FP8,
                     HAS_LENGTH,
                     HAS_EXTRA,
                     HAS_EXTRA_LENGTH,

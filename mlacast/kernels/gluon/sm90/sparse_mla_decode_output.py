@@ -9,9 +9,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mlacast.kernels.common.sm90_rotation import opaque, rotate_back_last_64, table_row
-from mlacast.kernels.common.sm90_store import store_block
-from mlacast.kernels.gluon.sm90.sparse_mla_decode_slots import prefetch_first_blocks
+from mlacast.kernels.common.sm90_rescale import rescale
+from mlacast.kernels.common.sm90_rotation import (
+    halves,
+    load_angles,
+    opaque,
+    rotate_back,
+    split_pairs,
+    table_row,
+)
+from mlacast.kernels.common.sm90_scaled_store import store_scaled_block
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import has_tail
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
     BLOCK_H,
     KEY_UNIT,
@@ -23,17 +31,35 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
 
 @gluon.jit
 def _store_partial(
-    o, partial_out_ptr, state, first_head, num_heads, FIRST: gl.constexpr, FULL_TILES: gl.constexpr
+    o,
+    unit,
+    partial_out_ptr,
+    state,
+    first_head,
+    num_heads,
+    FIRST: gl.constexpr,
+    FULL_TILES: gl.constexpr,
 ):
-    """Store an un-normalised [64, 128] of a split in float32; ``state`` counts rows of 512."""
-    LAYOUT: gl.constexpr = o.type.layout
+    """Store an un-normalised [64, 128] of a split in float32, times ``unit``.
+
+    ``state`` counts rows of 512.
+    """
+    # Lanes trade pairs of columns with their neighbours, so that a store has 16 bytes a thread.
+    LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64]],
+        [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 128],
+    )
+    o = gl.convert_layout(o, LAYOUT)
     head = first_head + opaque(gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT)))
     d = FIRST + gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
     pointers = partial_out_ptr + state * 512 + (head * 512)[:, None] + d[None, :]
     if FULL_TILES:
-        gl.store(pointers, o * KEY_UNIT)
+        gl.store(pointers, o * unit)
     else:
-        gl.store(pointers, o * KEY_UNIT, mask=(head < num_heads)[:, None])
+        gl.store(pointers, o * unit, mask=(head < num_heads)[:, None])
 
 
 @gluon.jit
@@ -54,6 +80,7 @@ def output_role(
     rope,
     target,
     partial_out_ptr,
+    v_scale,
     num_tokens,
     num_heads,
     num_items,
@@ -74,9 +101,6 @@ def output_role(
     CHUNK32: gl.constexpr,
     AMAX_FLOOR: gl.constexpr,
     FORMAT: gl.constexpr,
-    INLINE: gl.constexpr,
-    EXTRA_FORMAT: gl.constexpr,
-    EXTRA_INLINE: gl.constexpr,
     NUM_PIECES: gl.constexpr,
     DELAY_OUTPUT: gl.constexpr,
 ):
@@ -99,35 +123,16 @@ def output_role(
         stride_sf_word,
         padding_rows,
     ) = target
-    slot = HALF + 1 if FORMAT == "v32" else HALF
+    slot = HALF + 1 if has_tail(FORMAT) else HALF
     count = 0
     item_phase = 0
-    token, first_block, num_blocks, length, extra_length = work_range(
-        gl.program_id(0),
-        num_splits,
-        pool,
-        extra_pool,
-        HEAD_BLOCKS,
-        IS_SPLIT,
-        HAS_LENGTH,
-        HAS_EXTRA,
-        HAS_EXTRA_LENGTH,
-    )
-    prefetch_first_blocks(
-        first_block,
-        num_blocks,
-        length,
-        extra_length,
-        token,
-        pool,
-        extra_pool,
-        HALF,
-        HAS_EXTRA,
-        FORMAT,
-        INLINE,
-        EXTRA_FORMAT,
-        EXTRA_INLINE,
-    )
+    ROTATES: gl.constexpr = ROTATE_BACK and HALF == 1 and not IS_SPLIT
+    # Rows that are zero whatever the accumulator and the table hold.
+    MASKED: gl.constexpr = HAS_SINK or ROTATES
+    if ROTATES:
+        pairs, other = split_pairs(
+            halves(gl.zeros((BLOCK_H, 128), gl.float32, OUT), 128)[1], HALF_PAIRING
+        )
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         token, _, num_blocks, _, _ = work_range(
             item,
@@ -141,6 +146,8 @@ def output_role(
             HAS_EXTRA_LENGTH,
         )
         first_head = head_start(item, num_splits, HEAD_BLOCKS, IS_SPLIT)
+        if ROTATES:
+            angles = table_row(table_rows, positions_ptr, stride_positions, token)
         even = gl.zeros((BLOCK_H, 128), gl.float32, OUT)
         odd = gl.zeros((BLOCK_H, 128), gl.float32, OUT)
         for _ in range(num_blocks):
@@ -148,8 +155,8 @@ def output_role(
             phase = count & 1
             mbarrier.wait(p_ready, phase)
             alpha = alpha_smem.load(ROW)
-            even = even * alpha[:, None]
-            odd = odd * alpha[:, None]
+            even = rescale(even, alpha, 64)
+            odd = rescale(odd, alpha, 64)
             if DELAY_OUTPUT:
                 mbarrier.wait(p_go, phase)
             fence_async_shared()
@@ -160,72 +167,56 @@ def output_role(
             mbarrier.arrive(k_free.index(slot), count=1)
             count += 1
         # The query of the next item; of 576 dimensions it takes three pieces.
-        slot = skip_pieces(slot, 3 if FORMAT == "v32" else 2, NUM_PIECES)
+        slot = skip_pieces(slot, 3 if has_tail(FORMAT) else 2, NUM_PIECES)
         if IS_SPLIT:
             state = ((item % num_splits) * num_tokens + token).to(gl.int64) * num_heads
-            _store_partial(
-                even, partial_out_ptr, state, first_head, num_heads, HALF * 256, FULL_TILES
-            )
-            _store_partial(
-                odd, partial_out_ptr, state, first_head, num_heads, HALF * 256 + 128, FULL_TILES
-            )
+            for first in gl.static_range(0, 256, 128):
+                _store_partial(
+                    even if first == 0 else odd,
+                    KEY_UNIT * v_scale,
+                    partial_out_ptr,
+                    state,
+                    first_head,
+                    num_heads,
+                    HALF * 256 + first,
+                    FULL_TILES,
+                )
         else:
-            if ROTATE_BACK and HALF == 1:
-                angles = table_row(table_rows, positions_ptr, stride_positions, token)
+            if ROTATES:
+                cos, sin = load_angles(table_ptr, stride_table, angles, pairs)
             mbarrier.wait(factor_ready, item_phase)
             factor = factor_smem.load(ROW)
             mbarrier.arrive(factor_free, count=1)
             item_phase ^= 1
-            dead = factor == 0.0
-            even = even * factor[:, None]
-            odd = odd * factor[:, None]
-            if HAS_SINK:
-                # A closed sink gives zeros whatever the accumulator holds.
-                even = gl.where(dead[:, None], 0.0, even)
-                odd = gl.where(dead[:, None], 0.0, odd)
+            alive = gl.where(factor == 0.0, 0, -1)
             row = token.to(gl.int64)
             padding = gl.where(token == num_tokens - 1, padding_rows, 0)
-            store_block(
-                even,
-                data_ptr + row * stride_data_token,
-                stride_data_group,
-                sf_ptr,
-                stride_sf_token,
-                stride_sf_group,
-                stride_sf_word,
-                scale_ptr,
-                row,
-                padding,
-                first_head,
-                num_heads,
-                HALF * 256,
-                FULL_TILES,
-                KIND,
-                GROUP,
-                F,
-                CHUNK32,
-                AMAX_FLOOR,
-            )
-            if ROTATE_BACK and HALF == 1:
-                odd = rotate_back_last_64(odd, table_ptr, stride_table, angles, dead, HALF_PAIRING)
-            store_block(
-                odd,
-                data_ptr + row * stride_data_token,
-                stride_data_group,
-                sf_ptr,
-                stride_sf_token,
-                stride_sf_group,
-                stride_sf_word,
-                scale_ptr,
-                row,
-                padding,
-                first_head,
-                num_heads,
-                HALF * 256 + 128,
-                FULL_TILES,
-                KIND,
-                GROUP,
-                F,
-                CHUNK32,
-                AMAX_FLOOR,
-            )
+            # The rotated block first: its angles occupy registers until then.
+            for first in gl.static_range(128, -1, -128):
+                block = even if first == 0 else odd
+                if ROTATES and first == 128:
+                    block = rotate_back(block, cos, sin, HALF_PAIRING)
+                store_scaled_block(
+                    block,
+                    factor,
+                    alive,
+                    data_ptr + row * stride_data_token,
+                    stride_data_group,
+                    sf_ptr,
+                    stride_sf_token,
+                    stride_sf_group,
+                    stride_sf_word,
+                    scale_ptr,
+                    row,
+                    padding,
+                    first_head,
+                    num_heads,
+                    HALF * 256 + first,
+                    FULL_TILES,
+                    MASKED,
+                    KIND,
+                    GROUP,
+                    F,
+                    CHUNK32,
+                    AMAX_FLOOR,
+                )

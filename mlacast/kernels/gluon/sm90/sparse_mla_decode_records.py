@@ -37,14 +37,38 @@ _SCALES_8 = gl.constexpr(
         [[0, 1], [0, 2], [0, 4], [32, 0]], [[0, 0], [0, 0], *_ROWS], _WARPS, [], [64, 8]
     )
 )
+# Scale bytes of a record of "v41_fp4" by unit and thread of the row, in pairs.
+_SCALE_PAIRS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1, 0], [0, 2, 0], [32, 0, 0]],
+        [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[8, 0, 0], [16, 0, 0]],
+        [],
+        [64, 4, 4],
+    )
+)
+_SCALE_PAIRS_STAGE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+# Twice a word 2**56 and 2**120: e4m3 codes read as bfloat16 to 2**-64 of their value, and to it.
+TO_KEY_UNIT = gl.constexpr(0x5B805B80)
+_TO_VALUE = gl.constexpr(0x7B807B80)
 SCALE_STAGE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 _STAGE_16 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
+# Number of the last 64 dimensions of "fp8_576", which travel and are decoded with unit 3.
+TAIL_UNIT = gl.constexpr(4)
+
+
 @gluon.constexpr_function
 def unit_count(FORMAT):
-    """Units of a record: four of codes, and one of unscaled dimensions."""
-    return 5 if FORMAT in ("v4", "v32") else 4
+    """Units of a record that are decoded: four of codes, in "v4" one of unscaled dimensions."""
+    return 5 if FORMAT == "v4" else 4
+
+
+@gluon.constexpr_function
+def has_tail(FORMAT):
+    """Whether keys have 64 dimensions more than values."""
+    return FORMAT in ("v32", "fp8_576")
 
 
 @gluon.constexpr_function
@@ -52,29 +76,17 @@ def _unit_words(FORMAT, UNIT):
     """First word and number of words of a unit."""
     if FORMAT == "v41_fp4":
         return (16 * UNIT, 16)
+    if FORMAT == "fp8_576" and UNIT == TAIL_UNIT:
+        return (128, 16)
     if FORMAT == "v4" and UNIT >= 3:
         return (96, 16) if UNIT == 3 else (112, 32)
-    if FORMAT == "v32" and UNIT == 4:
-        return (132, 32)
     return (32 * UNIT, 32)
 
 
 @gluon.constexpr_function
 def scale_words(FORMAT):
     """Words of scales of a record."""
-    return {"v41": 4, "v41_fp4": 8, "v4": 2, "v32": 4}[FORMAT]
-
-
-@gluon.constexpr_function
-def record_bytes(FORMAT, INLINE):
-    """Bytes of a record that stand together."""
-    if FORMAT == "v32":
-        return 656
-    if FORMAT == "v4":
-        return 576
-    if FORMAT == "v41":
-        return 528 if INLINE else 512
-    return 288 if INLINE else 256
+    return {"v41": 4, "v41_fp4": 8, "v4": 2, "v32": 4}.get(FORMAT, 0)
 
 
 @gluon.jit
@@ -89,10 +101,13 @@ def record_words(page_size, offset, FORMAT: gl.constexpr, INLINE: gl.constexpr):
     elif FORMAT == "v4":
         data = offset * 144
         scales = page_size * 144 + offset * 2
-    else:
-        gl.static_assert(FORMAT == "v32", "unknown record format")
+    elif FORMAT == "v32":
         data = offset * 164
         scales = data + 128
+    else:
+        # Per-tensor FP8 has its scale in the score scale and in that of the values.
+        data = offset * (144 if FORMAT == "fp8_576" else 128)
+        scales = data
     return data, scales
 
 
@@ -121,7 +136,11 @@ def _e4m3_times_power(words, multiplier):
 
 @gluon.jit
 def _e4m3_times_number(words, high, low):
-    """Four codes a word, times ``high + low``: rounded once, as a float32 product would be."""
+    """Four codes a word, times ``high + low``.
+
+    Rounded once, like the float32 product, if ``low`` has up to 4 bits; else ``low``'s part was
+    rounded before, and one result in about 500 is the other neighbour.
+    """
     return gl.inline_asm_elementwise(
         """{
         .reg .b32 t, u, v, w;
@@ -243,6 +262,24 @@ def _halves_of_float32(bits):
 
 
 @gluon.jit
+def load_codes(target_even, target_odd, rows, valid, UNIT: gl.constexpr, FORMAT: gl.constexpr):
+    """Load a unit of 64 per-tensor FP8 rows and store their values; other rows: zeros.
+
+    ``rows`` [64] point at int32 words; targets as in ``decode_unit``.
+    """
+    FIRST: gl.constexpr = _unit_words(FORMAT, UNIT)[0]
+    WIDTH: gl.constexpr = _unit_words(FORMAT, UNIT)[1]
+    LAYOUT: gl.constexpr = WORDS_32 if WIDTH == 32 else WORDS_16
+    PER_ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    column = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    pointers = gl.convert_layout(rows, PER_ROW, assert_trivial=True)[:, None] + column[None, :]
+    mask = gl.convert_layout(valid, PER_ROW, assert_trivial=True)[:, None] & (column >= 0)[None, :]
+    low, high = _e4m3_times_power(gl.load(pointers, mask=mask, other=0), _TO_VALUE)
+    target = target_even if UNIT % 2 == 0 else target_odd
+    target.store(gl.reshape(gl.join(low, high), (64, 2 * WIDTH)))
+
+
+@gluon.jit
 def fetch_unit(stage, rows, valid, UNIT: gl.constexpr, FORMAT: gl.constexpr):
     """Start copying one unit of 64 records; ``rows`` [64] point at them. Invalid ones: zeros."""
     FIRST: gl.constexpr = _unit_words(FORMAT, UNIT)[0]
@@ -258,6 +295,19 @@ def fetch_unit(stage, rows, valid, UNIT: gl.constexpr, FORMAT: gl.constexpr):
 
 
 @gluon.jit
+def fetch_tail(target, rows, valid):
+    """Start copying the unscaled 64 dimensions of 64 records of "v32" to where they belong.
+
+    They are no part of the values, so that they need not be in the unit of the codes: the query's
+    last dimensions make up for it. ``target`` is an int32 view [64, 32].
+    """
+    column = 132 + gl.arange(0, 32, gl.SliceLayout(0, WORDS_32))
+    pointers = gl.convert_layout(rows, ROW, assert_trivial=True)[:, None] + column[None, :]
+    mask = gl.convert_layout(valid, ROW, assert_trivial=True)[:, None]
+    async_copy.async_copy_global_to_shared(target, pointers, mask=mask)
+
+
+@gluon.jit
 def fp4_scale_stage(stage):
     """Upper half of a stage as [64, 8] words: the units of "v41_fp4" leave it free."""
     return stage._reinterpret(gl.int32, [4, 64, 8], SCALE_STAGE).index(2)
@@ -267,27 +317,44 @@ def fp4_scale_stage(stage):
 def fetch_scales(scale_stage, scale_rows, valid, FORMAT: gl.constexpr):
     """Start copying the scales of 64 records; ``scale_rows`` [64] point at them.
 
-    ``scale_stage`` is [64, 4] words, [64, 8] for "v41_fp4".
+    ``scale_stage`` is [64, 4] words, [64, 8] for "v41_fp4". Per-tensor FP8 has none.
     """
     WORDS: gl.constexpr = scale_words(FORMAT)
-    LAYOUT: gl.constexpr = _SCALES_8 if WORDS == 8 else _SCALES_4 if WORDS == 4 else _SCALES_2
-    ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    column = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
-    pointers = gl.convert_layout(scale_rows, ROW, assert_trivial=True)[:, None] + column[None, :]
-    mask = gl.convert_layout(valid, ROW, assert_trivial=True)[:, None]
-    if WORDS == 2:
-        scale_stage = scale_stage._reinterpret(gl.int32, [2, 64, 2], SCALE_STAGE).index(0)
-    async_copy.async_copy_global_to_shared(scale_stage, pointers, mask=mask)
+    if WORDS > 0:
+        LAYOUT: gl.constexpr = _SCALES_8 if WORDS == 8 else _SCALES_4 if WORDS == 4 else _SCALES_2
+        ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+        column = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
+        pointers = (
+            gl.convert_layout(scale_rows, ROW, assert_trivial=True)[:, None] + column[None, :]
+        )
+        mask = gl.convert_layout(valid, ROW, assert_trivial=True)[:, None]
+        if WORDS == 2:
+            scale_stage = scale_stage._reinterpret(gl.int32, [2, 64, 2], SCALE_STAGE).index(0)
+        async_copy.async_copy_global_to_shared(scale_stage, pointers, mask=mask)
 
 
 @gluon.jit
 def read_scales(scale_stage, FORMAT: gl.constexpr):
-    """Words of scales of 64 records, a tuple of [64]: every thread of a row has all of them."""
-    WORDS: gl.constexpr = scale_words(FORMAT)
-    LAYOUT: gl.constexpr = _SCALES_8 if WORDS == 8 else _SCALES_4 if WORDS == 4 else _SCALES_2
-    if WORDS == 2:
-        scale_stage = scale_stage._reinterpret(gl.int32, [2, 64, 2], SCALE_STAGE).index(0)
-    return _columns(scale_stage.load(LAYOUT), WORDS)
+    """Scales of 64 records, a tuple by unit or by word.
+
+    Words [64], which every thread of a row has whole; of "v41_fp4" for each unit the two scale
+    bytes [64, 4] of the thread's own 32 dimensions.
+    """
+    if FORMAT == "v41_fp4":
+        pairs = scale_stage._reinterpret(gl.int16, [64, 4, 4], _SCALE_PAIRS_STAGE)
+        by_unit = gl.permute(gl.reshape(pairs.load(_SCALE_PAIRS), (64, 2, 2, 4)), (0, 3, 1, 2))
+        even, odd = gl.split(by_unit)
+        first, third = gl.split(even)
+        second, fourth = gl.split(odd)
+        return first, second, third, fourth
+    elif scale_words(FORMAT) == 0:
+        return ()
+    else:
+        WORDS: gl.constexpr = scale_words(FORMAT)
+        LAYOUT: gl.constexpr = _SCALES_4 if WORDS == 4 else _SCALES_2
+        if WORDS == 2:
+            scale_stage = scale_stage._reinterpret(gl.int32, [2, 64, 2], SCALE_STAGE).index(0)
+        return _columns(scale_stage.load(LAYOUT), WORDS)
 
 
 @gluon.jit
@@ -321,7 +388,7 @@ def decode_unit(stage, scales, target_even, target_odd, UNIT: gl.constexpr, FORM
     """Turn a staged unit into bfloat16 and store it where its dimensions belong.
 
     ``scales`` are those of the record, see ``read_scales``. The targets are int32 views [64, 64] of
-    the halves of a piece, that of the last unit of "v32" [64, 32].
+    the halves of a piece, ``target_even`` of TAIL_UNIT [64, 32].
     """
     WIDTH: gl.constexpr = _unit_words(FORMAT, UNIT)[1]
     target = target_even if UNIT % 2 == 0 else target_odd
@@ -336,12 +403,10 @@ def decode_unit(stage, scales, target_even, target_odd, UNIT: gl.constexpr, FORM
         target.store(gl.reshape(gl.join(low, high), (64, 64)))
     elif FORMAT == "v41_fp4":
         groups = _by_scale(words, 8)
-        # The eight scales of a unit stand in two words.
+        own = scales[UNIT].to(gl.int32)
         GROUP: gl.constexpr = gl.SliceLayout(2, groups.type.layout)
-        first = _group_codes(scales[2 * UNIT], groups, 0)
-        second = _group_codes(scales[2 * UNIT + 1], groups, 0)
-        is_first = gl.arange(0, 8, gl.SliceLayout(0, GROUP)) < 4
-        number = _number_of_e4m3(gl.where(is_first[None, :], first, second))
+        codes = gl.reshape(gl.join(own, own >> 8), (64, 8))
+        number = _number_of_e4m3(gl.convert_layout(codes, GROUP, assert_trivial=True))
         a, b, c, d = _e2m1_times_number(groups, gl.expand_dims(number, 2))
         pairs = gl.join(gl.join(a, c), gl.join(b, d))
         target.store(gl.reshape(pairs, (64, 64)))
@@ -357,8 +422,9 @@ def decode_unit(stage, scales, target_even, target_odd, UNIT: gl.constexpr, FORM
             target_odd.slice(0, 32, dim=1).store(pairs)
         else:
             target.store(pairs)
-    elif UNIT == 4:
-        target_even.store(_times_2_to_minus_64(words))
+    elif scale_words(FORMAT) == 0:
+        low, high = _e4m3_times_power(words, TO_KEY_UNIT)
+        target.store(gl.reshape(gl.join(low, high), (64, 2 * WIDTH)))
     else:
         groups = _by_scale(words, 1)
         high_half, low_half = _halves_of_float32(scales[UNIT])

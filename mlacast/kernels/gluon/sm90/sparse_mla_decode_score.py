@@ -13,38 +13,48 @@ from mlacast.kernels.common.sm90_masks import any_masked, apply_mask
 from mlacast.kernels.common.sm90_rotation import (
     load_angles,
     opaque,
+    prefetch_angles,
     rotate,
     split_pairs,
-    sum_of_squares,
     table_row,
 )
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import has_tail
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
     BLOCK_H,
     KEY_UNIT,
     LN_2,
     head_start,
+    item_token,
     next_piece,
     work_range,
 )
 
+# Weights reach 2**8 before their base moves: as precise in bfloat16, and far from overflow.
+LAZINESS = gl.constexpr(8.0)
+
 
 @gluon.jit
-def _softmax(s, running_max, partial_sum, score_scale, PARTIAL: gl.constexpr):
+def _softmax(s, base, partial_sum, score_scale, PARTIAL: gl.constexpr):
     """Fold one block of scores [64, 64] into the softmax state.
 
+    Weights are relative to ``base``, which moves to the maximum of a block only when that is more
+    than 256-fold larger: most blocks leave what came before as it is.
+
     Returns:
-        weights [64, 64] bfloat16, the factor alpha [64] of everything before, the new maximum [64]
+        weights [64, 64] bfloat16, the factor alpha [64] of everything before, the new base [64]
         (base 2) and the new partial sums [64, 4], one per thread of a quad.
     """
-    new_max = gl.maximum(running_max, gl.max(s, 1) * score_scale)
+    block_max = gl.max(s, 1) * score_scale
+    new_base = gl.where(block_max > base + LAZINESS, block_max, base)
     # -inf - -inf is NaN: shift by 0 while nothing valid has been seen.
-    shift = gl.where(new_max == -float("inf"), 0.0, new_max)
+    shift = gl.where(new_base == -float("inf"), 0.0, new_base)
     p = gl.exp2(s * score_scale[:, None] - shift[:, None])
-    alpha = gl.exp2(running_max - shift)
+    # What came before a row's first key is zero and needs no factor.
+    alpha = gl.where(base == -float("inf"), 1.0, gl.exp2(base - shift))
     by_quad = gl.sum(gl.sum(gl.reshape(p, (64, 8, 4, 2)), 3), 1)
     by_quad = gl.convert_layout(by_quad, PARTIAL, assert_trivial=True)
     rescale = gl.convert_layout(alpha, gl.SliceLayout(1, PARTIAL))
-    return p.to(gl.bfloat16), alpha, new_max, partial_sum * rescale[:, None] + by_quad
+    return p.to(gl.bfloat16), alpha, new_base, partial_sum * rescale[:, None] + by_quad
 
 
 @gluon.jit
@@ -93,6 +103,24 @@ def _start_scores(
 
 
 @gluon.jit
+def _start_gram(k_even, k_odd, slot, right, S: gl.constexpr):
+    """Issue q q^T of the query in pieces ``slot`` and ``right``: its diagonal has the squares.
+
+    A hundredth of the instructions that squares in registers would take, and code that runs once an
+    item is paid for by its length.
+    """
+    fence_async_shared()
+    gram = gl.zeros((64, 64), gl.float32, S)
+    for piece in gl.static_range(2):
+        at = slot if piece == 0 else right
+        even = k_even.index(at)
+        odd = k_odd.index(at)
+        gram = warpgroup_mma(even, even.permute((1, 0)), gram, use_acc=piece > 0, is_async=True)
+        gram = warpgroup_mma(odd, odd.permute((1, 0)), gram, is_async=True)
+    return gram
+
+
+@gluon.jit
 def score_role(
     k_even,
     k_odd,
@@ -124,6 +152,7 @@ def score_role(
     num_splits,
     eps,
     score_scale_log2,
+    v_scale,
     HEAD_BLOCKS: gl.constexpr,
     FULL_TILES: gl.constexpr,
     IS_SPLIT: gl.constexpr,
@@ -134,7 +163,7 @@ def score_role(
     HAS_LENGTH: gl.constexpr,
     HAS_EXTRA: gl.constexpr,
     HAS_EXTRA_LENGTH: gl.constexpr,
-    HAS_TAIL: gl.constexpr,
+    FORMAT: gl.constexpr,
     NUM_PIECES: gl.constexpr,
     DELAY_OUTPUT: gl.constexpr,
 ):
@@ -150,12 +179,18 @@ def score_role(
     PARTIAL: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
     )
+    HAS_TAIL: gl.constexpr = has_tail(FORMAT)
     table_ptr, stride_table, table_rows, positions_ptr, stride_positions = rope
     row = gl.arange(0, BLOCK_H, ROW)
     slot = 0
     phase = 0
     count = 0
     item_phase = 0
+    if HAS_ROPE:
+        pairs, other = split_pairs(gl.zeros((BLOCK_H, 64), gl.bfloat16, Q), HALF_PAIRING)
+        first_token = item_token(gl.program_id(0), num_splits, HEAD_BLOCKS, IS_SPLIT)
+        angles = table_row(table_rows, positions_ptr, stride_positions, first_token)
+        prefetch_angles(table_ptr, stride_table, angles)
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         token, _, num_blocks, _, _ = work_range(
             item,
@@ -169,18 +204,18 @@ def score_role(
             HAS_EXTRA_LENGTH,
         )
         if HAS_ROPE:
-            pairs, _ = split_pairs(gl.zeros((BLOCK_H, 64), gl.bfloat16, Q), HALF_PAIRING)
-            angles = table_row(table_rows, positions_ptr, stride_positions, token)
-            cos, sin = load_angles(table_ptr, stride_table, angles, pairs)
+            next_item = gl.minimum(item + gl.num_programs(0), num_items - 1)
+            next_token = item_token(next_item, num_splits, HEAD_BLOCKS, IS_SPLIT)
+            next_angles = table_row(table_rows, positions_ptr, stride_positions, next_token)
         right, right_phase = next_piece(slot, phase, NUM_PIECES)
         mbarrier.wait(k_ready.index(slot), phase)
         mbarrier.wait(k_ready.index(right), right_phase)
         last = k_odd.index(right)
-        q_part = last.slice(0, 64, dim=1).load(Q)
-        q_rope = last.slice(64, 64, dim=1).load(Q)
         if HAS_NORM:
-            squares = sum_of_squares(q_part, ROW) + sum_of_squares(q_rope, ROW)
-        q_128_smem.slice(0, 64, dim=1).store(q_part)
+            gram = _start_gram(k_even, k_odd, slot, right, S)
+        q_128_smem.slice(0, 64, dim=1).store(last.slice(0, 64, dim=1).load(Q))
+        q_64_smem.store(k_even.index(right).slice(64, 64, dim=1).load(Q))
+        q_rope = last.slice(64, 64, dim=1).load(Q)
         if HAS_TAIL:
             q_128_smem.slice(64, 64, dim=1).store(q_rope)
             third, third_phase = next_piece(right, right_phase, NUM_PIECES)
@@ -188,15 +223,15 @@ def score_role(
             q_rope = k_even.index(third).slice(0, 64, dim=1).load(Q)
             mbarrier.arrive(k_free.index(third), count=1)
         if HAS_ROPE:
+            cos, sin = load_angles(table_ptr, stride_table, angles, pairs)
             q_rope = gl.convert_layout(rotate(q_rope, cos, sin, HALF_PAIRING), Q)
+        if FORMAT == "v32":
+            # The keys' last dimensions are not in the unit of the others.
+            q_rope = (q_rope.to(gl.float32) * (1.0 / KEY_UNIT)).to(gl.bfloat16)
         if HAS_TAIL:
             q_tail_smem.store(q_rope)
         else:
             q_128_smem.slice(64, 64, dim=1).store(q_rope)
-        q_part = k_even.index(right).slice(64, 64, dim=1).load(Q)
-        if HAS_NORM:
-            squares += sum_of_squares(q_part, ROW)
-        q_64_smem.store(q_part)
         query = (
             k_even.index(slot).load(Q),
             k_odd.index(slot).load(Q),
@@ -205,18 +240,21 @@ def score_role(
             q_128_smem,
             q_tail_smem,
         )
+        score_scale = gl.full((BLOCK_H,), 0.0, gl.float32, ROW) + score_scale_log2 * KEY_UNIT
+        if HAS_NORM:
+            # The norm is one factor per head, so it joins the score scale.
+            gram = warpgroup_mma_wait(0, deps=[gram])
+            on_diagonal = opaque(row)[:, None] == gl.arange(0, BLOCK_H, COLUMN)[None, :]
+            squares = gl.sum(gl.where(on_diagonal, gram, 0.0), 1)
+            score_scale *= gl.rsqrt(squares * (1.0 / 512.0) + eps)
+            # NaN in the query comes with the scores; here it would reach masked keys.
+            score_scale = gl.where(score_scale != score_scale, 1.0, score_scale)
         mbarrier.arrive(k_free.index(slot), count=1)
         mbarrier.arrive(k_free.index(right), count=1)
         if HAS_TAIL:
             right, right_phase = third, third_phase
         slot, phase = next_piece(right, right_phase, NUM_PIECES)
-        score_scale = gl.full((BLOCK_H,), 0.0, gl.float32, ROW) + score_scale_log2 * KEY_UNIT
-        if HAS_NORM:
-            # The norm is one factor per head, so it joins the score scale.
-            squares += sum_of_squares(query[0], ROW) + sum_of_squares(query[1], ROW)
-            squares += sum_of_squares(query[2], ROW)
-            score_scale *= gl.rsqrt(squares * (1.0 / 512.0) + eps)
-        running_max = gl.full((BLOCK_H,), -float("inf"), gl.float32, ROW)
+        base = gl.full((BLOCK_H,), -float("inf"), gl.float32, ROW)
         partial_sum = gl.full((BLOCK_H, 4), 0.0, gl.float32, PARTIAL)
         for i in range(num_blocks):
             mbarrier.wait(k_ready.index(slot), phase)
@@ -242,25 +280,25 @@ def score_role(
             slot, phase = next_piece(slot, phase, NUM_PIECES)
             if masked != 0:
                 s = apply_mask(s, mask, COLUMN)
-            p, alpha, running_max, partial_sum = _softmax(
-                s, running_max, partial_sum, score_scale, PARTIAL
-            )
+            p, alpha, base, partial_sum = _softmax(s, base, partial_sum, score_scale, PARTIAL)
             _publish_weights(p, alpha, p_smem, alpha_smem, p_ready, p_free, count)
             count += 1
         if DELAY_OUTPUT:
             mbarrier.arrive(p_go, count=1)
-
+        if HAS_ROPE:
+            angles = next_angles
+            prefetch_angles(table_ptr, stride_table, angles)
         total = gl.convert_layout(gl.sum(partial_sum, 1), ROW)
         head = head_start(item, num_splits, HEAD_BLOCKS, IS_SPLIT) + opaque(row)
         if IS_SPLIT:
             state = ((item % num_splits) * num_tokens + token).to(gl.int64) * num_heads + head
-            gl.store(partial_max_ptr + state, running_max, mask=head < num_heads)
+            gl.store(partial_max_ptr + state, base, mask=head < num_heads)
             gl.store(partial_sum_ptr + state, total, mask=head < num_heads)
         else:
             empty = total == 0.0
             divisor = gl.where(empty, 1.0, total)
-            lse = gl.where(empty, -float("inf"), (running_max + gl.log2(divisor)) * LN_2)
-            factor = gl.where(empty, 0.0, KEY_UNIT / divisor)
+            lse = gl.where(empty, -float("inf"), (base + gl.log2(divisor)) * LN_2)
+            factor = gl.where(empty, 0.0, KEY_UNIT * v_scale / divisor)
             if HAS_SINK:
                 sink = gl.load(sink_ptr + head, mask=head < num_heads, other=-float("inf"))
                 # An empty row keeps the factor 0: -inf - (-inf) would be NaN.

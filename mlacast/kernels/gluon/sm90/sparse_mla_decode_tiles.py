@@ -33,12 +33,20 @@ def skip_pieces(slot, count: gl.constexpr, NUM_PIECES: gl.constexpr):
 @gluon.jit
 def _pool_length(pool, token, HAS_LENGTH: gl.constexpr):
     """Entries of the token's index row of one pool that count."""
-    _, _, _, _, _, _, topk, length_ptr, stride_length = pool
+    _, _, _, _, _, _, _, _, topk, length_ptr, stride_length = pool
     length = topk
     if HAS_LENGTH:
         length = gl.load(length_ptr + token.to(gl.int64) * stride_length)
         length = gl.minimum(gl.maximum(length, 0), topk)
     return length
+
+
+@gluon.jit
+def item_token(item, num_splits, HEAD_BLOCKS: gl.constexpr, IS_SPLIT: gl.constexpr):
+    """Token of a work item."""
+    if IS_SPLIT:
+        item = item // num_splits
+    return item // HEAD_BLOCKS
 
 
 @gluon.jit
@@ -59,9 +67,7 @@ def work_range(
         token, first block, number of blocks (at least 1: an item without keys takes one block with
         every key masked), lengths of the main and of the extra list.
     """
-    token = item // HEAD_BLOCKS
-    if IS_SPLIT:
-        token = item // num_splits // HEAD_BLOCKS
+    token = item_token(item, num_splits, HEAD_BLOCKS, IS_SPLIT)
     length = _pool_length(pool, token, HAS_LENGTH)
     total = (length + BLOCK_N - 1) // BLOCK_N
     extra_length = 0

@@ -1,7 +1,7 @@
 """Hopper ``sparse_mla_prefill``: four warpgroups with one role each, one persistent program per SM.
 
 The roles are in the neighbouring files: gather (``sparse_mla_prefill_gather``), scores and softmax
-(``_score``), two halves of the output (``_output``, ``_scaled_store``). Dispatch sends here only
+(``_score``), two halves of the output (``_output``). Dispatch sends here only
 what the pipeline is laid out for: rows at multiples of 16 elements, scales above zero, whole heads.
 """
 
@@ -28,7 +28,35 @@ _COMPUTE_REGISTERS = gl.constexpr(160)
 _GATHER_REGISTERS = gl.constexpr(32)
 
 
-@gluon.jit
+# Counts and strides that vary while serving must not pick another variant of the kernel.
+_VARYING = [
+    "s_kv",
+    "stride_indices",
+    "topk",
+    "stride_length",
+    "table_rows",
+    "stride_positions",
+    "stride_sf_token",
+    "stride_sf_group",
+    "stride_sf_word",
+    "padding_rows",
+    "num_tokens",
+]
+# Nor must where a slice of a bigger buffer happens to start.
+_UNALIGNED = [
+    "indices_ptr",
+    "length_ptr",
+    "sink_ptr",
+    "table_ptr",
+    "positions_ptr",
+    "max_logits_ptr",
+    "lse_ptr",
+    "sf_ptr",
+    "scale_ptr",
+]
+
+
+@gluon.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
 def sparse_mla_prefill_kernel(
     q_ptr,
     stride_q_token,
@@ -91,6 +119,7 @@ def sparse_mla_prefill_kernel(
     bias_smem = gl.allocate_shared_memory(gl.float32, [NUM_SLOTS, BLOCK_N], ROW)
     total_smem = gl.allocate_shared_memory(gl.float32, [2, BLOCK_H], ROW)
     max_smem = gl.allocate_shared_memory(gl.float32, [2, BLOCK_H], ROW)
+    alive_smem = gl.allocate_shared_memory(gl.int8, [4, BLOCK_N], ROW)
     k_ready = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS, 1], BARRIER)
     k_free = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS, 1], BARRIER)
     p_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
@@ -114,6 +143,7 @@ def sparse_mla_prefill_kernel(
                     p_smem,
                     alpha_smem,
                     bias_smem,
+                    alive_smem,
                     total_smem,
                     max_smem,
                     k_ready,
@@ -253,6 +283,7 @@ def sparse_mla_prefill_kernel(
                     num_tiles,
                     k_smem,
                     bias_smem,
+                    alive_smem,
                     k_ready,
                     k_free,
                     HEAD_BLOCKS,

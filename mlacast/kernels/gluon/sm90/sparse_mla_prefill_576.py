@@ -34,7 +34,34 @@ _OUTPUT_REGISTERS = gl.constexpr(160)
 _GATHER_REGISTERS = gl.constexpr(24)
 
 
-@gluon.jit
+# As for the kernel of 512 dimensions.
+_VARYING = [
+    "s_kv",
+    "stride_indices",
+    "topk",
+    "stride_length",
+    "table_rows",
+    "stride_positions",
+    "stride_sf_token",
+    "stride_sf_group",
+    "stride_sf_word",
+    "padding_rows",
+    "num_tokens",
+]
+_UNALIGNED = [
+    "indices_ptr",
+    "length_ptr",
+    "sink_ptr",
+    "table_ptr",
+    "positions_ptr",
+    "max_logits_ptr",
+    "lse_ptr",
+    "sf_ptr",
+    "scale_ptr",
+]
+
+
+@gluon.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
 def sparse_mla_prefill_576_kernel(
     q_ptr,
     stride_q_token,

@@ -47,6 +47,7 @@ def gather_role(
     num_tiles,
     k_smem,
     bias_smem,
+    alive_smem,
     k_ready,
     k_free,
     HEAD_BLOCKS: gl.constexpr,
@@ -57,7 +58,8 @@ def gather_role(
     """Fill the ring: per tile the query [64, 512], then its blocks of 64 selected rows.
 
     Produces ``k_ready``, consumes ``k_free``. Row numbers are loaded one block ahead, across tiles.
-    Rows that do not count are zero and get the bias -inf.
+    Rows that do not count are zero and get the bias -inf. ``alive_smem`` says by lane whether any
+    row of a tile counts: NaN in the query of a tile without one would hide that from the scores.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     lane = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
@@ -67,6 +69,7 @@ def gather_role(
     q_lane = gl.arange(0, BLOCK_H, gl.SliceLayout(1, QUERY))
     slot = 0
     phase = 1
+    count = 0
     step = gl.num_programs(0)
     first_token = gl.program_id(0) // HEAD_BLOCKS
     length = row_length(length_ptr, stride_length, first_token, topk, HAS_LENGTH)
@@ -97,8 +100,10 @@ def gather_role(
         phase = next_phase(slot, phase)
         slot = next_slot(slot)
         num_blocks = block_count(length)
+        alive = gl.zeros_like(ids)
         for i in range(num_blocks):
             valid = (ids >= 0) & (ids < s_kv)
+            alive = gl.where(valid, 1, alive)
             rows = kv_ptr + (ids.to(gl.int64) * stride_kv)[:, None] + d[None, :]
             is_last = i == num_blocks - 1
             ids = _load_ids(
@@ -111,8 +116,10 @@ def gather_role(
             )
             mbarrier.wait(k_free.index(slot), phase)
             bias_smem.index(slot).store(gl.where(valid, 0.0, float("-inf")))
+            alive_smem.index(count).store(alive.to(gl.int8))
             async_copy.async_copy_global_to_shared(k_smem.index(slot), rows, mask=valid[:, None])
             _publish(slot, k_ready)
             phase = next_phase(slot, phase)
             slot = next_slot(slot)
+        count = (count + 1) & 3
         length = next_length

@@ -8,15 +8,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from mlacast.kernels.common.sm90_rescale import rescale
 from mlacast.kernels.common.sm90_rotation import (
     halves,
-    join_pairs,
     load_angles,
     opaque,
+    rotate_back,
     split_pairs,
     table_row,
 )
-from mlacast.kernels.gluon.sm90.sparse_mla_prefill_scaled_store import store_scaled_block
+from mlacast.kernels.common.sm90_scaled_store import store_scaled_block
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
     BLOCK_H,
     LN_2,
@@ -24,42 +25,6 @@ from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
     next_slot,
     row_length,
 )
-
-# Per warp: multiply the thread's 128 accumulators, or do nothing when every factor is one.
-# $128.. are the accumulators again, $256 and $258 the factors of the thread's two rows.
-_RESCALE = gl.constexpr(
-    "{ .reg .pred first, some; setp.neu.f32 first, $256, 0f3F800000; "
-    "setp.neu.or.f32 some, $258, 0f3F800000, first; vote.sync.any.pred some, some, 0xffffffff; "
-    "@!some bra DONE; "
-    + "".join(f"mul.f32 ${i}, ${i}, ${256 + (i & 2)}; " for i in range(128))
-    + "DONE: }"
-)
-_RESCALE_OPERANDS = gl.constexpr(
-    ",".join(["=f"] * 128 + [str(i) for i in range(128)] + ["f"] * 128)
-)
-
-
-@gluon.jit
-def _rescale(o, alpha):
-    """``o * alpha[:, None]``; nearly always alpha is one, and skipping saves energy."""
-    return gl.inline_asm_elementwise(
-        _RESCALE,
-        _RESCALE_OPERANDS,
-        [o, alpha[:, None]],
-        dtype=gl.float32,
-        is_pure=False,
-        pack=128,
-    )
-
-
-@gluon.jit
-def _rotate_back(x, cos, sin, HALF_PAIRING: gl.constexpr):
-    """Rotate the last 64 of 128 columns by the negative angles."""
-    plain, rope = halves(x, 128)
-    first, second = split_pairs(rope, HALF_PAIRING)
-    rope = join_pairs(first * cos + second * sin, second * cos - first * sin, HALF_PAIRING)
-    joined = gl.join(plain, gl.convert_layout(rope, plain.type.layout))
-    return gl.reshape(gl.permute(joined, (0, 2, 1)), (BLOCK_H, 128))
 
 
 @gluon.jit
@@ -69,7 +34,7 @@ def _start_product(
     """Issue ``o * alpha + P V`` of one block."""
     mbarrier.wait(p_ready.index(buffer), phase)
     alpha = alpha_smem.index(buffer).load(gl.SliceLayout(1, o.type.layout))
-    o = _rescale(o, alpha)
+    o = rescale(o, alpha, 128)
     mbarrier.wait(p_go.index(buffer), phase)
     v = k_smem.index(slot).slice(HALF * 256, 256, dim=1)
     return warpgroup_mma(p_smem.index(buffer), v, o, is_async=True)
@@ -129,8 +94,6 @@ def output_role(
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, OUT)
     ROTATES: gl.constexpr = HAS_ROPE and HALF == 1
-    # Rows that are zero whatever the accumulator and the table hold.
-    MASKED: gl.constexpr = HAS_SINK or ROTATES
     row = gl.arange(0, BLOCK_H, ROW)
     if ROTATES:
         pairs, other = split_pairs(
@@ -200,7 +163,7 @@ def output_role(
         for first in gl.static_range(128, -1, -128):
             block = left if first == 0 else right
             if ROTATES and first == 128:
-                block = _rotate_back(block, cos, sin, HALF_PAIRING)
+                block = rotate_back(block, cos, sin, HALF_PAIRING)
             if first == 0:
                 # The next tile's first softmax is what everything waits for: go on while its
                 # second scores occupy the tensor cores.
@@ -226,7 +189,7 @@ def output_role(
                 num_heads,
                 HALF * 256 + first,
                 FULL_TILES,
-                MASKED,
+                True,
                 KIND,
                 GROUP,
                 F,

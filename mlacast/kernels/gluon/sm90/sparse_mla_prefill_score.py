@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from mlacast.kernels.common.sm90_masks import any_masked
 from mlacast.kernels.common.sm90_rotation import (
     load_angles,
     rotate,
@@ -83,6 +84,7 @@ def score_role(
     p_smem,
     alpha_smem,
     bias_smem,
+    alive_smem,
     total_smem,
     max_smem,
     k_ready,
@@ -124,6 +126,7 @@ def score_role(
     slot = 0
     phase = 0
     count = 0
+    tiles = 0
     first_token = gl.program_id(0) // HEAD_BLOCKS
     if HAS_ROPE:
         pairs, other = split_pairs(gl.zeros((BLOCK_H, 64), gl.bfloat16, Q), HALF_PAIRING)
@@ -188,11 +191,15 @@ def score_role(
         p, alpha, base, running_max, partial_sum = _softmax(
             s, base, running_max, partial_sum, score_scale, PARTIAL, True
         )
+        # The same search as for masked keys; the last block is here, and with it all of the tile.
+        alive = any_masked(alive_smem.index(tiles))
+        tiles = (tiles + 1) & 3
         buffer = count & 1
         mbarrier.wait(p_free.index(buffer), ((count >> 1) & 1) ^ 1)
         p_smem.index(buffer).store(p)
         alpha_smem.index(buffer).store(alpha)
-        total_smem.index(buffer).store(gl.convert_layout(gl.sum(partial_sum, 1), ROW))
+        total = gl.convert_layout(gl.sum(partial_sum, 1), ROW)
+        total_smem.index(buffer).store(gl.where(alive != 0, total, 0.0))
         max_smem.index(buffer).store(running_max)
         fence_async_shared()
         mbarrier.arrive(p_ready.index(buffer), count=1)

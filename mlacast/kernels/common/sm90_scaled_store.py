@@ -1,4 +1,4 @@
-"""Storing epilogue of the Hopper prefill kernel: accumulators into the caller's buffers.
+"""Storing epilogue of Hopper kernels whose rows have a factor: accumulators to the buffers.
 
 Same formats and bits as ``mlacast.kernels.common.store`` of the normalised output. Codes leave from
 registers: staging them in the ring would hold a slot back, and with it the next tile's first keys.
@@ -22,7 +22,8 @@ from mlacast.kernels.common.sm90_store import (
     _max_or_nan,
     _to_rows,
 )
-from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import BLOCK_H
+
+BLOCK_H = gl.constexpr(64)
 
 # $2..$9: the thread's pairs j = 0..3; $10 and $12: how this lane picks and sorts; $14: its lane.
 # Pairs become codes and change places in the quad, so that lane j leaves with the 8 codes of j.
@@ -47,6 +48,19 @@ shfl.sync.bfly.b32 rest, other, 1, 0x1f, 0xffffffff;
 xor.b32 flipped, $12, 0x2222;
 prmt.b32 $0, own, rest, $12;
 prmt.b32 $1, own, rest, flipped;
+}""")
+
+# $0 = $1 / $2, where $3 is 1 / $2. An infinite $1 counts as the largest number. The remainder is
+# negated twice because that keeps the sign of a zero.
+_DIVIDE = gl.constexpr("""{
+.reg .f32 finite, rest;
+max.f32 finite, $1, 0fFF7FFFFF;
+min.f32 finite, finite, 0f7F7FFFFF;
+mul.rn.f32 $0, finite, $3;
+neg.f32 rest, finite;
+fma.rn.f32 rest, $0, $2, rest;
+neg.f32 rest, rest;
+fma.rn.f32 $0, rest, $3, $0;
 }""")
 
 
@@ -265,13 +279,22 @@ def _store_scales(
 
 @gluon.jit
 def _divide(pairs, divisor, GROUP: gl.constexpr):
-    """IEEE quotients: a reciprocal per group, and one correction per element."""
-    inverse = _spread(gl.div_rn(1.0, divisor), pairs, GROUP)
-    # Infinity takes the largest number.
-    finite = gl.minimum(gl.maximum(pairs, -FLOAT32_MAX), FLOAT32_MAX)
-    quotient = finite * inverse
-    remainder = gl.fma(-quotient, _spread(divisor, pairs, GROUP), finite)
-    return gl.fma(remainder, inverse, quotient)
+    """IEEE quotients: a reciprocal per group, and one correction per element.
+
+    One element after the other, so that intermediate results do not fill the registers.
+    """
+    return gl.inline_asm_elementwise(
+        _DIVIDE,
+        "=&f,f,f,f",
+        [
+            pairs,
+            _spread(divisor, pairs, GROUP),
+            _spread(gl.div_rn(1.0, divisor), pairs, GROUP),
+        ],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -301,7 +324,7 @@ def _scale_to_e4m3(
     per_head = gl.convert_layout(factor, ROW, assert_trivial=True)[:, None]
     if KIND != FP8_FLOAT32:
         # Rounding keeps order, so this is the amax of the products.
-        amax = amax * per_head
+        amax = amax * gl.abs(per_head)
     if MASKED:
         is_alive = gl.convert_layout(alive, ROW, assert_trivial=True)[:, None] != 0
         amax = gl.where(gl.broadcast(is_alive, amax)[0], amax, 0.0)

@@ -1,0 +1,42 @@
+"""Rescaling of accumulators by factors that are nearly always one."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.constexpr_function
+def _program(COUNT):
+    """Per warp: multiply a thread's accumulators, or do nothing when every factor is one.
+
+    ``$COUNT``.. are the accumulators again, the thread's two rows have the factors
+    ``$2*COUNT`` and ``$2*COUNT + 2``.
+    """
+    first, second = 2 * COUNT, 2 * COUNT + 2
+    products = "".join(f"mul.f32 ${i}, ${i}, ${first + (i & 2)}; " for i in range(COUNT))
+    return (
+        f"{{ .reg .pred first, some; setp.neu.f32 first, ${first}, 0f3F800000; "
+        f"setp.neu.or.f32 some, ${second}, 0f3F800000, first; "
+        f"vote.sync.any.pred some, some, 0xffffffff; @!some bra DONE; {products}DONE: }}"
+    )
+
+
+@gluon.constexpr_function
+def _operands(COUNT):
+    """Accumulators in place, then the factor of each."""
+    return ",".join(["=f"] * COUNT + [str(i) for i in range(COUNT)] + ["f"] * COUNT)
+
+
+@gluon.jit
+def rescale(o, alpha, COUNT: gl.constexpr):
+    """``o * alpha[:, None]`` for accumulators ``o`` of COUNT registers a thread.
+
+    Nearly always every factor is one, and skipping the products saves energy.
+    """
+    return gl.inline_asm_elementwise(
+        _program(COUNT),
+        _operands(COUNT),
+        [o, alpha[:, None]],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=COUNT,
+    )

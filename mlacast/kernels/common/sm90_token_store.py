@@ -1,0 +1,181 @@
+"""Storing epilogue of Hopper kernels whose accumulator rows are tokens: one head of 64 of them.
+
+Same formats and bits as ``mlacast.kernels.common.store``; heads are 128 wide.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from mlacast.kernels.common.sm90_nvfp4 import to_nvfp4
+from mlacast.kernels.common.sm90_rotation import opaque
+from mlacast.kernels.common.sm90_scaled_store import _pack_bf16, _pack_e4m3, _scale_to_e4m3
+from mlacast.kernels.common.sm90_store import BF16, FP8_TENSOR, FP8_UE8M0
+
+BLOCK_ROWS = gl.constexpr(64)
+NVFP4 = gl.constexpr(5)
+
+
+@gluon.jit
+def _store_values(
+    values, target, token, skipped, head, PER_VALUE: gl.constexpr, CHUNK32: gl.constexpr
+):
+    """Store words of PER_VALUE dimensions each [64, 128 / PER_VALUE] into the rows of tokens."""
+    rows_of_data, _, _, group_heads = target
+    data_ptr, stride_token, stride_group = rows_of_data
+    LAYOUT: gl.constexpr = values.type.layout
+    COLUMNS: gl.constexpr = 128 // PER_VALUE
+    CHUNK: gl.constexpr = 32 // PER_VALUE
+    # Codes are bytes, and leave as words of four.
+    WORD: gl.constexpr = 1 if PER_VALUE == 1 else 4
+    if WORD == 4:
+        data_ptr = data_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+    local = opaque(gl.arange(0, BLOCK_ROWS, gl.SliceLayout(1, LAYOUT)))
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+    within = head % group_heads
+    start = (head // group_heads).to(gl.int64) * (stride_group // WORD)
+    if CHUNK32:
+        # In this order a head is 512 wide, and a head here a quarter of one.
+        wide_heads = group_heads // 4
+        start += ((within % 4) * 4 * wide_heads + within // 4) * CHUNK
+        column = (column // CHUNK) * (wide_heads * CHUNK) + column % CHUNK
+    else:
+        start += within * COLUMNS
+    rows = (token + local).to(gl.int64) * (stride_token // WORD)
+    pointers = data_ptr + start + rows[:, None] + column[None, :]
+    gl.store(pointers, values, mask=(local >= skipped)[:, None])
+
+
+@gluon.jit
+def _store_scale_rows(
+    scales,
+    target,
+    token,
+    first,
+    stop,
+    head,
+    FIRST: gl.constexpr,
+    KIND: gl.constexpr,
+    GROUP: gl.constexpr,
+    CHUNK32: gl.constexpr,
+):
+    """Store scales [64, n] of groups ``FIRST``.. of a head, rows ``first`` up to ``stop``."""
+    _, rows_of_scales, _, group_heads = target
+    sf_ptr, stride_token, stride_group, stride_word, row_start, tiles, _, _ = rows_of_scales
+    LAYOUT: gl.constexpr = scales.type.layout
+    local = opaque(gl.arange(0, BLOCK_ROWS, gl.SliceLayout(1, LAYOUT)))
+    block = FIRST + opaque(gl.arange(0, scales.shape[1], gl.SliceLayout(0, LAYOUT)))
+    mask = ((local >= first) & (local < stop))[:, None]
+    if KIND == NVFP4:
+        row = row_start + token + local
+        in_row = (row // 128).to(gl.int64) * (tiles * 512) + (row % 32) * 16 + row % 128 // 32 * 4
+        in_column = head * 1024 + block // 4 * 512 + block % 4
+        pointers = sf_ptr + in_row[:, None] + in_column[None, :]
+        gl.store(pointers, scales.to(gl.uint8), mask=mask)
+    else:
+        within = head % group_heads
+        if CHUNK32:
+            wide_heads = group_heads // 4
+            index = ((within % 4) * 4 + block) * wide_heads + within // 4
+        else:
+            index = within * (128 // GROUP) + block
+        rows = (token + local).to(gl.int64) * stride_token
+        start = (head // group_heads).to(gl.int64) * stride_group
+        if KIND == FP8_UE8M0:
+            # Scale ``index`` of a group is byte index % 4 of word index // 4.
+            bytes_ptr = sf_ptr.to(gl.pointer_type(gl.uint8), bitcast=True)
+            in_column = (start + (index // 4).to(gl.int64) * stride_word) * 4 + index % 4
+            pointers = bytes_ptr + rows[:, None] * 4 + in_column[None, :]
+            gl.store(pointers, scales.to(gl.uint8), mask=mask)
+            # The last head of a group also zeroes the rest of its last word.
+            count = group_heads * (128 // GROUP)
+            rest = gl.where(within == group_heads - 1, (4 - count % 4) % 4, 0)
+            for byte in range(rest):
+                last = (start + (count // 4).to(gl.int64) * stride_word) * 4 + count % 4 + byte
+                unused = bytes_ptr + rows * 4 + last
+                gl.store(
+                    unused,
+                    gl.zeros((BLOCK_ROWS,), gl.uint8, gl.SliceLayout(1, LAYOUT)),
+                    mask=(local >= first) & (local < stop),
+                )
+        else:
+            in_column = start + index.to(gl.int64) * stride_word
+            gl.store(sf_ptr + rows[:, None] + in_column[None, :], scales, mask=mask)
+
+
+@gluon.jit
+def _store_scales(
+    scales,
+    target,
+    token,
+    skipped,
+    head,
+    FIRST: gl.constexpr,
+    KIND: gl.constexpr,
+    GROUP: gl.constexpr,
+    CHUNK32: gl.constexpr,
+):
+    """Store scales [64, n] of a head; after the last token also zeroes, the padding."""
+    _, rows_of_scales, _, _ = target
+    _, _, _, _, _, _, num_rows, padding_rows = rows_of_scales
+    _store_scale_rows(scales, target, token, skipped, BLOCK_ROWS, head, FIRST, KIND, GROUP, CHUNK32)
+    padding = gl.where(token + BLOCK_ROWS == num_rows, padding_rows, 0)
+    for start in range(0, padding, BLOCK_ROWS):
+        _store_scale_rows(
+            gl.zeros_like(scales),
+            target,
+            num_rows + start,
+            0,
+            padding - start,
+            head,
+            FIRST,
+            KIND,
+            GROUP,
+            CHUNK32,
+        )
+
+
+@gluon.jit
+def store_token_block(
+    x,
+    factor,
+    alive,
+    target,
+    token,
+    skipped,
+    head,
+    KIND: gl.constexpr,
+    GROUP: gl.constexpr,
+    CHUNK32: gl.constexpr,
+    AMAX_FLOOR: gl.constexpr,
+):
+    """Quantise and store one head of 64 tokens: ``x * factor``.
+
+    ``x`` is [64, 128] float32, ``factor`` float32 [64]; rows where ``alive`` (int32 [64], all ones
+    or zero) is zero are stored as zeros whatever they hold. ``token`` (int32) is the first row's,
+    counted in the token range; the first ``skipped`` rows are not stored, so that it may be
+    negative. After the range's last token the padding rows of the scales are zeroed.
+
+    ``target`` is ((data pointer, strides of a token and of a group), (scale pointer, strides of a
+    token, a group and a word, the range's first row in the buffer, column tiles of swizzled
+    scales, tokens of the range, padding rows), pointer of the format's own scale, heads of a
+    group).
+    """
+    COLUMN: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    _, _, scale_ptr, _ = target
+    per_row = gl.convert_layout(factor, COLUMN, assert_trivial=True)[:, None]
+    if KIND == BF16:
+        _store_values(
+            _pack_bf16(x * per_row, alive, True), target, token, skipped, head, 1, CHUNK32
+        )
+    elif KIND == FP8_TENSOR:
+        ratio = x * per_row * gl.div_rn(1.0, gl.load(scale_ptr))
+        _store_values(_pack_e4m3(ratio, alive, True), target, token, skipped, head, 4, CHUNK32)
+    elif KIND == NVFP4:
+        words, left, right = to_nvfp4(x * per_row, alive, gl.load(scale_ptr), True)
+        _store_scales(left, target, token, skipped, head, 0, KIND, GROUP, CHUNK32)
+        _store_scales(right, target, token, skipped, head, 4, KIND, GROUP, CHUNK32)
+        _store_values(words, target, token, skipped, head, 8, CHUNK32)
+    else:
+        ratio, scales = _scale_to_e4m3(x, factor, alive, True, KIND, GROUP, AMAX_FLOOR)
+        _store_scales(scales, target, token, skipped, head, 0, KIND, GROUP, CHUNK32)
+        _store_values(_pack_e4m3(ratio, alive, True), target, token, skipped, head, 4, CHUNK32)

@@ -1,0 +1,335 @@
+"""Hopper ``dense_mla_prefill``: consumers of 64 rows each and a load role, one program per SM.
+
+The roles are in the neighbouring files: ``dense_mla_prefill_load``, ``dense_mla_prefill_attend``;
+``dense_mla_prefill_tiles`` has the order of the tiles. Dispatch sends here only what the copy
+engine and the storing code are laid out for: rows and heads at multiples of 8 elements from
+16-byte addresses, heads of a token within its row, whole heads in groups, a score scale above zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from mlacast.descriptors.quantized_tensor import QuantizedTensor
+from mlacast.kernels.common.launch import Launches
+from mlacast.kernels.common.targets import store_target
+from mlacast.kernels.config.sparse_attention import num_multiprocessors
+from mlacast.kernels.gluon.sm90.dense_mla_prefill_attend import attend_role
+from mlacast.kernels.gluon.sm90.dense_mla_prefill_load import load_role
+from mlacast.kernels.gluon.sm90.dense_mla_prefill_sections import choose_sections
+from mlacast.kernels.gluon.sm90.dense_mla_prefill_tiles import (
+    BLOCK_N,
+    K_STAGES,
+    LOG2_E,
+    TILE_WORDS,
+    v_pieces,
+    v_stages,
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What the kernel can be built with.
+
+    Attributes:
+        consumers: 2, whose products overlap their own softmax, or 3, which overlap each other.
+        query_parts: Of a row's 3 parts of 64 dimensions, those that stay in registers.
+        take_turns: Whether consumers issue their products one after the other.
+        dynamic: Whether programs take tickets from a counter, or every so-many-th ticket.
+    """
+
+    consumers: int = 2
+    query_parts: int = 3
+    take_turns: bool = True
+    dynamic: bool = True
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Compile options: the registers of all roles use up the register file."""
+        return {"num_warps": 4, "maxnreg": 168 if self.consumers == 2 else 128}
+
+
+DEFAULT = Variant()
+
+
+@gluon.jit(do_not_specialize=("ticket",))
+def set_counter_kernel(counter_ptr, ticket):
+    """Set the next ticket to be taken. Grid: (1,)."""
+    gl.store(counter_ptr.to(gl.pointer_type(gl.int32), bitcast=True), ticket)
+
+
+# Sizes, which would make a variant each if they are 1 or a multiple of 16.
+_SIZES = (
+    "stride_q_head",
+    "stride_k_head",
+    "stride_v_head",
+    "stride_v_key",
+    "heads_per_key_head",
+    "batch",
+    "num_rows",
+    "num_heads",
+    "sections",
+    "head_sections",
+    "section_batch",
+    "section_heads",
+    "stride_sf_token",
+    "stride_sf_group",
+    "stride_sf_word",
+    "row_start",
+    "padding_rows",
+    "group_heads",
+    "sf_column_tiles",
+)
+_SCALAR_ACCESS = (
+    "cu_seqlens_q_ptr",
+    "cu_seqlens_k_ptr",
+    "counter_ptr",
+    "lse_ptr",
+    "sf_ptr",
+    "scale_ptr",
+)
+
+
+@gluon.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SCALAR_ACCESS)
+def dense_mla_prefill_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    v_ptr,
+    stride_q_head,
+    stride_k_head,
+    stride_v_head,
+    stride_v_key,
+    heads_per_key_head,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    counter_ptr,
+    batch,
+    num_rows,
+    num_heads,
+    sections,
+    head_sections,
+    section_batch,
+    section_heads,
+    lse_ptr,
+    data_ptr,
+    sf_ptr,
+    scale_ptr,
+    stride_data_token,
+    stride_data_group,
+    stride_sf_token,
+    stride_sf_group,
+    stride_sf_word,
+    row_start,
+    padding_rows,
+    group_heads,
+    sf_column_tiles,
+    softmax_scale,
+    SEQUENCES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    DYNAMIC: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    QUERY_PARTS: gl.constexpr,
+    TAKE_TURNS: gl.constexpr,
+    KIND: gl.constexpr,
+    GROUP: gl.constexpr,
+    CHUNK32: gl.constexpr,
+    AMAX_FLOOR: gl.constexpr,
+):
+    """Tiles of ``64 * CONSUMERS`` rows of one head. Grid: (programs,).
+
+    Barriers (producer -> consumer): ``q_ready``, ``k_ready``, ``v_ready`` load -> attend,
+    ``q_free``, ``k_free``, ``v_free`` attend -> load, ``turns`` between the attend roles.
+    """
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    V_STAGES: gl.constexpr = v_stages(CONSUMERS)
+    V_ROWS: gl.constexpr = BLOCK_N // v_pieces(CONSUMERS)
+    q_smem = gl.allocate_shared_memory(gl.bfloat16, [CONSUMERS * 3, 64, 64], TILE)
+    k_smem = gl.allocate_shared_memory(gl.bfloat16, [K_STAGES * 3, BLOCK_N, 64], TILE)
+    v_smem = gl.allocate_shared_memory(gl.bfloat16, [V_STAGES, V_ROWS, 128], TILE)
+    words_smem = gl.allocate_shared_memory(
+        gl.int32, [2, TILE_WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    q_ready = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
+    q_free = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
+    turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
+    k_ready = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], BARRIER)
+    k_free = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], BARRIER)
+    v_ready = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], BARRIER)
+    v_free = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], BARRIER)
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(q_ready.index(i), count=2)
+        mbarrier.init(q_free.index(i), count=1)
+        mbarrier.init(turns.index(i), count=1)
+    for i in gl.static_range(K_STAGES):
+        mbarrier.init(k_ready.index(i), count=1)
+        mbarrier.init(k_free.index(i), count=CONSUMERS)
+    for i in gl.static_range(V_STAGES):
+        mbarrier.init(v_ready.index(i), count=1)
+        mbarrier.init(v_free.index(i), count=CONSUMERS)
+    buffers = (q_smem, k_smem, v_smem, words_smem)
+    barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free)
+    strides = (stride_q_head, stride_k_head, stride_v_head, stride_v_key, heads_per_key_head)
+    sources = (q_desc, k_desc, v_desc, v_ptr, cu_seqlens_k_ptr, strides)
+    order = (
+        cu_seqlens_q_ptr,
+        batch,
+        num_rows,
+        num_heads,
+        sections,
+        head_sections,
+        section_batch,
+        section_heads,
+    )
+    scales = (
+        sf_ptr,
+        stride_sf_token,
+        stride_sf_group,
+        stride_sf_word,
+        row_start,
+        sf_column_tiles,
+        num_rows,
+        padding_rows,
+    )
+    target = ((data_ptr, stride_data_token, stride_data_group), scales, scale_ptr, group_heads)
+    rows = (buffers, barriers, turns, target, lse_ptr, num_rows, softmax_scale * LOG2_E)
+    load = (buffers, barriers, sources, order, counter_ptr)
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (
+                    attend_role,
+                    (rows, 0, 2, QUERY_PARTS, TAKE_TURNS, KIND, GROUP, CHUNK32, AMAX_FLOOR),
+                ),
+                (
+                    attend_role,
+                    (rows, 1, 2, QUERY_PARTS, TAKE_TURNS, KIND, GROUP, CHUNK32, AMAX_FLOOR),
+                ),
+                (load_role, (load, SEQUENCES, CONSUMERS, CAUSAL, DYNAMIC)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    attend_role,
+                    (rows, 0, 3, QUERY_PARTS, TAKE_TURNS, KIND, GROUP, CHUNK32, AMAX_FLOOR),
+                ),
+                (
+                    attend_role,
+                    (rows, 1, 3, QUERY_PARTS, TAKE_TURNS, KIND, GROUP, CHUNK32, AMAX_FLOOR),
+                ),
+                (
+                    attend_role,
+                    (rows, 2, 3, QUERY_PARTS, TAKE_TURNS, KIND, GROUP, CHUNK32, AMAX_FLOOR),
+                ),
+                (load_role, (load, SEQUENCES, CONSUMERS, CAUSAL, DYNAMIC)),
+            ],
+            [4, 4, 1],
+            [160, 160, 32],
+        )
+
+
+def _descriptor(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    """Describe [rows, heads, width] as rows of all heads, to be copied in blocks."""
+    rows, heads, width = tensor.shape
+    columns = (heads - 1) * tensor.stride(1) + width
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+    return TensorDescriptor(tensor, [rows, columns], [tensor.stride(0), 1], block, layout)
+
+
+def launch_dense_mla_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+    out: QuantizedTensor,
+    lse: torch.Tensor,
+    variant: Variant = DEFAULT,
+) -> Launches:
+    """Fill ``out`` and ``lse``; arguments as in ``mlacast.dense_mla_prefill``.
+
+    The bounds on the lengths are not needed: programs count the tiles that there are.
+    """
+    del max_seqlen_q, max_seqlen_k
+    num_rows, heads, _ = q.shape
+    kv_heads = k.shape[1]
+    batch = cu_seqlens_q.shape[0] - 1
+    target = store_target(out)
+    launches = Launches(q.device, target)
+    numbers = {
+        name: value
+        for name, value in target.numbers.items()
+        if name not in ("row_start", "padding_rows")
+    }
+    constants = target.constants
+    sections = choose_sections(batch, k.shape[0], heads, kv_heads)
+    tile_rows = 64 * variant.consumers
+    # Every sequence, and the rows of none, may have one incomplete tile.
+    tiles = (num_rows // tile_rows + batch + 1) * heads
+    programs = min(tiles, num_multiprocessors(q.device))
+    counter = launches.scratch(1)
+    if variant.dynamic:
+        # The first tickets are the programs' own numbers.
+        launches.launch(set_counter_kernel, (1,), counter, programs, num_warps=1)
+    # Without any key nothing of them is used; a descriptor needs an address all the same.
+    keys, values = (k, v) if k.shape[0] else (q, q[:, :, :128])
+    value_rows = 128 if variant.consumers == 2 else 64
+    launches.launch(
+        dense_mla_prefill_kernel,
+        (programs,),
+        _descriptor(q, [64, 64]),
+        _descriptor(keys, [128, 64]),
+        _descriptor(values, [value_rows, 128]),
+        values,
+        q.stride(1),
+        keys.stride(1),
+        values.stride(1),
+        values.stride(0),
+        heads // kv_heads,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        counter,
+        batch,
+        num_rows,
+        heads,
+        sections.total,
+        sections.head_sections,
+        sections.sequences,
+        sections.heads,
+        lse,
+        *target.tensors.values(),
+        *numbers.values(),
+        target.numbers["row_start"],
+        target.numbers["padding_rows"],
+        out.features // 128,
+        constants["SF_COLUMN_TILES"],
+        softmax_scale,
+        SEQUENCES=32 if sections.sequences <= 32 else 128,
+        CAUSAL=causal,
+        DYNAMIC=variant.dynamic,
+        CONSUMERS=variant.consumers,
+        QUERY_PARTS=variant.query_parts,
+        TAKE_TURNS=variant.take_turns,
+        KIND=constants["KIND"],
+        GROUP=constants["GROUP"],
+        CHUNK32=constants["CHUNK32"],
+        AMAX_FLOOR=constants["AMAX_FLOOR"],
+        **variant.options,
+    )
+    return launches

@@ -1,0 +1,287 @@
+"""Consumers of the Hopper dense prefill kernel: scores, softmax, output of 64 rows each."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from mlacast.kernels.common.sm90_rescale import rescale
+from mlacast.kernels.common.sm90_rotation import halves, opaque
+from mlacast.kernels.common.sm90_token_store import store_token_block
+from mlacast.kernels.gluon.sm90.dense_mla_prefill_tiles import (
+    BLOCK_M,
+    BLOCK_N,
+    DIAGONAL,
+    FIRST_ROW,
+    HEAD,
+    K_STAGES,
+    LN_2,
+    NUM_BLOCKS,
+    NUM_KEYS,
+    SEQUENCE_START,
+    read_word,
+    v_pieces,
+    v_stages,
+)
+
+# Weights reach 2**8 before their base moves: as precise in bfloat16, and far from overflow.
+_LAZINESS = gl.constexpr(8.0)
+
+# Per warp: -inf for the thread's 64 scores past a last key, or nothing when that is beyond the
+# block. $64.. are the scores again, $128 and $130 the last keys of the thread's two rows.
+_MASK = gl.constexpr(
+    "{ .reg .pred out; .reg .b32 lane, first, second; "
+    "min.s32 first, $128, $130; setp.lt.s32 out, first, 127; "
+    "vote.sync.any.pred out, out, 0xffffffff; @!out bra DONE; "
+    "mov.u32 lane, %laneid; and.b32 lane, lane, 3; shl.b32 lane, lane, 1; "
+    "sub.s32 first, $128, lane; sub.s32 second, $130, lane; "
+    + "".join(
+        f"setp.lt.s32 out, {('first', 'second')[i >> 1 & 1]}, {8 * (i >> 2) + (i & 1)}; "
+        f"selp.f32 ${i}, 0fFF800000, ${i}, out; "
+        for i in range(64)
+    )
+    + "DONE: }"
+)
+_MASK_OPERANDS = gl.constexpr(",".join(["=f"] * 64 + [str(i) for i in range(64)] + ["r"] * 64))
+
+# Sums of weights are never negative, but the compiler does not know. $2, $3: the sums again.
+_AWAIT = gl.constexpr("""{
+.reg .f32 smaller;
+.reg .pred never;
+min.f32 smaller, $2, $3;
+setp.lt.f32 never, smaller, 0f00000000;
+vote.sync.any.pred never, never, 0xffffffff;
+@!never bra DONE;
+nanosleep.u32 32;
+DONE:
+}""")
+
+
+@gluon.jit
+def _await(partial_sum):
+    """Partial sums as they are, once they are there: what follows stays behind the softmax.
+
+    ptxas would otherwise move the wait for the product with the values before the softmax that is
+    to run beside it.
+    """
+    return gl.inline_asm_elementwise(
+        _AWAIT, "=f,=f,0,1", [partial_sum], dtype=gl.float32, is_pure=False, pack=2
+    )
+
+
+@gluon.jit
+def _mask(s, last):
+    """Scores [64, 128] with -inf right of column ``last`` (int32 [64])."""
+    return gl.inline_asm_elementwise(
+        _MASK, _MASK_OPERANDS, [s, last[:, None]], dtype=gl.float32, is_pure=False, pack=64
+    )
+
+
+@gluon.jit
+def _start_scores(query, q_smem, k_smem, stage, CONSUMER: gl.constexpr, S: gl.constexpr):
+    """Issue q k^T: the parts of 64 dimensions in ``query`` from registers, the rest from memory."""
+    s = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, S)
+    for part in gl.static_range(3):
+        keys = k_smem.index(stage * 3 + part).permute((1, 0))
+        q = query[part] if part < len(query) else q_smem.index(CONSUMER * 3 + part)
+        s = warpgroup_mma(q, keys, s, use_acc=part > 0, is_async=True)
+    return s
+
+
+@gluon.jit
+def _softmax(s, base, partial_sum, scale, PARTIAL: gl.constexpr):
+    """Fold one block of scores [64, 128] into the softmax state.
+
+    Weights are relative to ``base``, which moves to the maximum of a block only when that is more
+    than 256-fold larger: most blocks leave what came before as it is.
+
+    Returns:
+        weights [64, 128] float32, the factor alpha [64] of everything before, the new base [64]
+        (base 2) and the new partial sums [64, 4], one per thread of a quad.
+    """
+    # In short chains: the maximum is what the exponentials wait for.
+    by_quad = gl.max(gl.max(gl.max(gl.reshape(s, (BLOCK_M, 4, 4, 4, 2)), 4), 1), 1)
+    top = gl.convert_layout(gl.max(by_quad, 1), base.type.layout) * scale
+    new_base = gl.where(top > base + _LAZINESS, top, base)
+    # -inf - -inf is NaN: shift by 0 while nothing valid has been seen.
+    shift = gl.where(new_base == -float("inf"), 0.0, new_base)
+    p = gl.exp2(s * scale - shift[:, None])
+    # What came before a row's first key is zero and needs no factor.
+    alpha = gl.where(base == -float("inf"), 1.0, gl.exp2(base - shift))
+    sums = gl.sum(gl.sum(gl.reshape(p, (BLOCK_M, 16, 4, 2)), 3), 1)
+    sums = gl.convert_layout(sums, PARTIAL, assert_trivial=True)
+    again = gl.convert_layout(alpha, gl.SliceLayout(1, PARTIAL))
+    return p, alpha, new_base, partial_sum * again[:, None] + sums
+
+
+@gluon.jit
+def attend_role(
+    rows,
+    CONSUMER: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    QUERY_PARTS: gl.constexpr,
+    TAKE_TURNS: gl.constexpr,
+    KIND: gl.constexpr,
+    GROUP: gl.constexpr,
+    CHUNK32: gl.constexpr,
+    AMAX_FLOOR: gl.constexpr,
+):
+    """Rows ``64 * CONSUMER``.. of every tile.
+
+    Consumes ``q_ready``, ``k_ready``, ``v_ready``; produces ``q_free``, and together with the other
+    consumers ``k_free`` and ``v_free``. With OVERLAP the product with the values of a block runs
+    beside the softmax of the next one. With TAKE_TURNS the consumers issue their products one after
+    the other, so that one's softmax runs beside the other's products.
+    """
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, S, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, S)
+    PARTIAL: gl.constexpr = gl.DistributedLinearLayout(
+        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
+    )
+    V_STAGES: gl.constexpr = v_stages(CONSUMERS)
+    V_PIECES: gl.constexpr = v_pieces(CONSUMERS)
+    OVERLAP: gl.constexpr = CONSUMERS == 2
+    buffers, barriers, turns, target, lse_ptr, num_rows, scale_log2 = rows
+    q_smem, k_smem, v_smem, words_smem = buffers
+    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
+    local_row = gl.arange(0, BLOCK_M, ROW)
+    count = 0
+    tile = 0
+    turn = 0
+    words = words_smem.index(0)
+    mbarrier.wait(q_ready.index(CONSUMER), 0)
+    num_blocks = read_word(words, NUM_BLOCKS)
+    while num_blocks > 0:
+        num_keys = read_word(words, NUM_KEYS)
+        diagonal = read_word(words, DIAGONAL) + read_word(words, FIRST_ROW) + CONSUMER * BLOCK_M
+        query = ()
+        for part in gl.static_range(QUERY_PARTS):
+            query = query + (q_smem.index(CONSUMER * 3 + part).load(OPERAND),)
+        if QUERY_PARTS == 3:
+            mbarrier.arrive(q_free.index(CONSUMER), count=1)
+        base = gl.full((BLOCK_M,), -float("inf"), gl.float32, ROW)
+        partial_sum = gl.full((BLOCK_M, 4), 0.0, gl.float32, PARTIAL)
+        o = gl.zeros((BLOCK_M, 128), gl.float32, S)
+        # The last key that a row sees, counted from the first of the block.
+        last = gl.minimum(opaque(local_row) + diagonal, num_keys - 1) - (num_blocks - 1) * BLOCK_N
+        if num_blocks * BLOCK_N > num_keys:
+            # The end of the sequence was copied by threads, not by the copy engine.
+            for part in gl.static_range(V_PIECES):
+                piece = count * V_PIECES + part
+                mbarrier.wait(v_ready.index(piece % V_STAGES), (piece // V_STAGES) & 1)
+            fence_async_shared()
+        if OVERLAP:
+            stage = count % K_STAGES
+            mbarrier.wait(k_ready.index(stage), (count // K_STAGES) & 1)
+            s = _start_scores(query, q_smem, k_smem, stage, CONSUMER, S)
+            s = warpgroup_mma_wait(0, deps=[s])
+            mbarrier.arrive(k_free.index(stage), count=1)
+            s = _mask(s, last)
+            p, alpha, base, partial_sum = _softmax(s, base, partial_sum, scale_log2, PARTIAL)
+            weights = gl.convert_layout(p.to(gl.bfloat16), OPERAND)
+            for _ in range(num_blocks - 1):
+                stage = (count + 1) % K_STAGES
+                v_stage = count % V_STAGES
+                mbarrier.wait(k_ready.index(stage), ((count + 1) // K_STAGES) & 1)
+                if TAKE_TURNS:
+                    # Consumer 0 begins.
+                    mbarrier.wait(turns.index(CONSUMER), (turn & 1) ^ (CONSUMER == 0))
+                s = _start_scores(query, q_smem, k_smem, stage, CONSUMER, S)
+                mbarrier.wait(v_ready.index(v_stage), (count // V_STAGES) & 1)
+                o = warpgroup_mma(weights, v_smem.index(v_stage), o, is_async=True)
+                if TAKE_TURNS:
+                    mbarrier.arrive(turns.index((CONSUMER + 1) % CONSUMERS), count=1)
+                    turn += 1
+                s = warpgroup_mma_wait(1, deps=[s])
+                mbarrier.arrive(k_free.index(stage), count=1)
+                last += BLOCK_N
+                s = _mask(s, last)
+                p, alpha, base, partial_sum = _softmax(s, base, partial_sum, scale_log2, PARTIAL)
+                partial_sum = _await(partial_sum)
+                o = warpgroup_mma_wait(0, deps=[o])
+                mbarrier.arrive(v_free.index(v_stage), count=1)
+                o = rescale(o, alpha, 64)
+                weights = gl.convert_layout(p.to(gl.bfloat16), OPERAND)
+                count += 1
+            if QUERY_PARTS < 3:
+                mbarrier.arrive(q_free.index(CONSUMER), count=1)
+            v_stage = count % V_STAGES
+            mbarrier.wait(v_ready.index(v_stage), (count // V_STAGES) & 1)
+            o = warpgroup_mma(weights, v_smem.index(v_stage), o, is_async=True)
+            o = warpgroup_mma_wait(0, deps=[o])
+            mbarrier.arrive(v_free.index(v_stage), count=1)
+            count += 1
+        else:
+            # Rows of this consumer may end before those of the others.
+            own_last = gl.minimum(diagonal + BLOCK_M - 1, num_keys - 1)
+            own_blocks = gl.maximum((own_last + BLOCK_N) // BLOCK_N, 1)
+            for _ in range(num_blocks - own_blocks):
+                if TAKE_TURNS:
+                    mbarrier.wait(turns.index(CONSUMER), (turn & 1) ^ (CONSUMER == 0))
+                    mbarrier.arrive(turns.index((CONSUMER + 1) % CONSUMERS), count=1)
+                    turn += 1
+                stage = count % K_STAGES
+                mbarrier.wait(k_ready.index(stage), (count // K_STAGES) & 1)
+                mbarrier.arrive(k_free.index(stage), count=1)
+                for part in gl.static_range(V_PIECES):
+                    piece = count * V_PIECES + part
+                    mbarrier.wait(v_ready.index(piece % V_STAGES), (piece // V_STAGES) & 1)
+                    mbarrier.arrive(v_free.index(piece % V_STAGES), count=1)
+                count += 1
+                last += BLOCK_N
+            for _ in range(own_blocks):
+                stage = count % K_STAGES
+                mbarrier.wait(k_ready.index(stage), (count // K_STAGES) & 1)
+                if TAKE_TURNS:
+                    mbarrier.wait(turns.index(CONSUMER), (turn & 1) ^ (CONSUMER == 0))
+                s = _start_scores(query, q_smem, k_smem, stage, CONSUMER, S)
+                if TAKE_TURNS:
+                    mbarrier.arrive(turns.index((CONSUMER + 1) % CONSUMERS), count=1)
+                    turn += 1
+                s = warpgroup_mma_wait(0, deps=[s])
+                mbarrier.arrive(k_free.index(stage), count=1)
+                s = _mask(s, last)
+                p, alpha, base, partial_sum = _softmax(s, base, partial_sum, scale_log2, PARTIAL)
+                o = rescale(o, alpha, 64)
+                left, right = halves(p.to(gl.bfloat16), BLOCK_N)
+                first = 2 * count
+                mbarrier.wait(v_ready.index(first % V_STAGES), (first // V_STAGES) & 1)
+                left = gl.convert_layout(left, OPERAND)
+                o = warpgroup_mma(left, v_smem.index(first % V_STAGES), o, is_async=True)
+                second = first + 1
+                mbarrier.wait(v_ready.index(second % V_STAGES), (second // V_STAGES) & 1)
+                right = gl.convert_layout(right, OPERAND)
+                o = warpgroup_mma(right, v_smem.index(second % V_STAGES), o, is_async=True)
+                o = warpgroup_mma_wait(1, deps=[o])
+                mbarrier.arrive(v_free.index(first % V_STAGES), count=1)
+                o = warpgroup_mma_wait(0, deps=[o])
+                mbarrier.arrive(v_free.index(second % V_STAGES), count=1)
+                count += 1
+                last += BLOCK_N
+            if QUERY_PARTS < 3:
+                mbarrier.arrive(q_free.index(CONSUMER), count=1)
+        total = gl.convert_layout(gl.sum(partial_sum, 1), ROW)
+        empty = total == 0.0
+        divisor = gl.where(empty, 1.0, total)
+        lse = gl.where(empty, -float("inf"), (base + gl.log2(divisor)) * LN_2)
+        factor = gl.where(empty, 0.0, 1.0 / divisor)
+        alive = gl.where(empty, 0, -1)
+        head = read_word(words, HEAD)
+        first_row = read_word(words, FIRST_ROW) + CONSUMER * BLOCK_M
+        token = read_word(words, SEQUENCE_START) + first_row
+        # Rows before the sequence belong to the one before it.
+        skipped = -first_row
+        local = opaque(local_row)
+        gl.store(lse_ptr + head.to(gl.int64) * num_rows + token + local, lse, mask=local >= skipped)
+        store_token_block(
+            o, factor, alive, target, token, skipped, head, KIND, GROUP, CHUNK32, AMAX_FLOOR
+        )
+        tile += 1
+        words = words_smem.index(tile & 1)
+        mbarrier.wait(q_ready.index(CONSUMER), tile & 1)
+        num_blocks = read_word(words, NUM_BLOCKS)

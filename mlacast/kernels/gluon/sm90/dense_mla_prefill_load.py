@@ -1,0 +1,215 @@
+"""Load role of the Hopper dense prefill kernel: finds tiles, and copies queries, keys, values."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
+
+from mlacast.kernels.gluon.sm90.dense_mla_prefill_tiles import (
+    BLOCK_M,
+    BLOCK_N,
+    K_STAGES,
+    count_level,
+    heads_of_section,
+    sequence_of_rank,
+    tiles_of_section,
+    v_pieces,
+    v_stages,
+    write_words,
+)
+
+_Q_BYTES = gl.constexpr(64 * 192 * 2)
+_K_BYTES = gl.constexpr(128 * 192 * 2)
+
+
+@gluon.jit
+def _find_tile(place, ticket, order, SEQUENCES: gl.constexpr, TILE_M: gl.constexpr):
+    """Move on to the level of ``ticket``.
+
+    Returns:
+        the new place: section, first ticket of the level, level, how many sequences have a tile of
+        it, and the tiles of all. The section is past the last one if there is no such ticket.
+    """
+    section, base, level, present, tiles = place
+    cu_seqlens_q_ptr, batch, num_rows, num_heads, sections, parts, part_batch, part_heads = order
+    _, heads = heads_of_section(section, parts, part_heads, num_heads)
+    while (section < sections) & (ticket >= base + present * heads):
+        base += present * heads
+        level -= 1
+        if level < 0:
+            section += 1
+            tiles = tiles_of_section(
+                cu_seqlens_q_ptr, batch, num_rows, section, parts, part_batch, SEQUENCES, TILE_M
+            )
+            level = gl.max(tiles, 0) - 1
+        _, heads = heads_of_section(section, parts, part_heads, num_heads)
+        present = count_level(tiles, level)
+    return section, base, level, present, tiles
+
+
+@gluon.jit
+def _load_keys(desc, smem, ready, free, count, row, column):
+    """Copy a block of keys [128, 192] in three parts of 64 columns."""
+    stage = count % K_STAGES
+    mbarrier.wait(free.index(stage), ((count // K_STAGES) & 1) ^ 1)
+    mbarrier.expect(ready.index(stage), _K_BYTES)
+    for part in gl.static_range(3):
+        tma.async_copy_global_to_shared(
+            desc, [row, column + part * 64], ready.index(stage), smem.index(stage * 3 + part)
+        )
+
+
+@gluon.jit
+def _load_values(desc, smem, ready, free, count, row, column, CONSUMERS: gl.constexpr):
+    """Copy a block of values [128, 128] in pieces of its rows."""
+    STAGES: gl.constexpr = v_stages(CONSUMERS)
+    PIECES: gl.constexpr = v_pieces(CONSUMERS)
+    ROWS: gl.constexpr = BLOCK_N // PIECES
+    for part in gl.static_range(PIECES):
+        piece = count * PIECES + part
+        stage = piece % STAGES
+        mbarrier.wait(free.index(stage), ((piece // STAGES) & 1) ^ 1)
+        mbarrier.expect(ready.index(stage), ROWS * 128 * 2)
+        tma.async_copy_global_to_shared(
+            desc, [row + part * ROWS, column], ready.index(stage), smem.index(stage)
+        )
+
+
+@gluon.jit
+def _load_last_values(source, smem, ready, free, count, row, num_keys, CONSUMERS: gl.constexpr):
+    """Copy a block that the sequence ends in; the rest, which may hold NaN, becomes zero.
+
+    ``source`` is a head's pointer and the stride of its rows.
+    """
+    v_ptr, stride = source
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
+    STAGES: gl.constexpr = v_stages(CONSUMERS)
+    PIECES: gl.constexpr = v_pieces(CONSUMERS)
+    ROWS: gl.constexpr = BLOCK_N // PIECES
+    column = gl.arange(0, 128, gl.SliceLayout(0, COPY))
+    for part in gl.static_range(PIECES):
+        piece = count * PIECES + part
+        stage = piece % STAGES
+        mbarrier.wait(free.index(stage), ((piece // STAGES) & 1) ^ 1)
+        for start in gl.static_range(0, ROWS, 16):
+            key = part * ROWS + start + gl.arange(0, 16, gl.SliceLayout(1, COPY))
+            pointers = v_ptr + ((row + key).to(gl.int64) * stride)[:, None] + column[None, :]
+            async_copy.async_copy_global_to_shared(
+                smem.index(stage).slice(start, 16, dim=0), pointers, mask=(key < num_keys)[:, None]
+            )
+        # The copies' arrivals are added to what the phase waits for before the one that counts.
+        async_copy.mbarrier_arrive(ready.index(stage))
+        gl.thread_barrier()
+        mbarrier.arrive(ready.index(stage), count=1)
+
+
+@gluon.jit
+def load_role(
+    load,
+    SEQUENCES: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    DYNAMIC: gl.constexpr,
+):
+    """Take tickets until there are none, and keep the rings of keys and values full.
+
+    Produces ``q_ready`` (a consumer's 64 rows, and the words of the tile), ``k_ready`` and
+    ``v_ready``; consumes ``q_free``, ``k_free`` and ``v_free``. Blocks of keys go from the last to
+    the first, so that the masked ones come first.
+    """
+    TILE_M: gl.constexpr = BLOCK_M * CONSUMERS
+    buffers, barriers, sources, order, counter_ptr = load
+    q_smem, k_smem, v_smem, words_smem = buffers
+    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
+    q_desc, k_desc, v_desc, v_ptr, cu_seqlens_k_ptr, strides = sources
+    stride_q, stride_k, stride_v, stride_v_key, heads_per_key_head = strides
+    cu_seqlens_q_ptr, batch, num_rows, num_heads, sections, parts, part_batch, part_heads = order
+
+    ticket = gl.program_id(0)
+    tiles = tiles_of_section(
+        cu_seqlens_q_ptr, batch, num_rows, 0, parts, part_batch, SEQUENCES, TILE_M
+    )
+    level = gl.max(tiles, 0) - 1
+    place = (0, 0, level, count_level(tiles, level), tiles)
+    section, base, level, present, tiles = _find_tile(place, ticket, order, SEQUENCES, TILE_M)
+    count = 0
+    tile = 0
+    while section < sections:
+        first_head, heads = heads_of_section(section, parts, part_heads, num_heads)
+        head = first_head + (ticket - base) % heads
+        sequence = (section // parts) * part_batch
+        sequence += sequence_of_rank(tiles, level, (ticket - base) // heads)
+        is_real = sequence < batch
+        start = gl.load(cu_seqlens_q_ptr + sequence)
+        stop = gl.load(cu_seqlens_q_ptr + sequence + 1, mask=is_real, other=0)
+        stop = gl.where(is_real, stop, num_rows)
+        first_key = gl.load(cu_seqlens_k_ptr + sequence, mask=is_real, other=0)
+        num_keys = gl.load(cu_seqlens_k_ptr + sequence + 1, mask=is_real, other=0) - first_key
+        length = stop - start
+        tile_stop = length - ((length + TILE_M - 1) // TILE_M - 1 - level) * TILE_M
+        visible = num_keys
+        if CAUSAL:
+            visible = gl.minimum(num_keys, tile_stop + num_keys - length)
+        # Rows without keys take one block with every key masked.
+        num_blocks = gl.maximum((visible + BLOCK_N - 1) // BLOCK_N, 1)
+
+        # The first block does not wait for the query's place, which is taken until the last
+        # scores of the tile before are done.
+        last = (num_blocks - 1) * BLOCK_N
+        row = first_key + last
+        key_head = head // heads_per_key_head
+        k_column = key_head * stride_k
+        v_column = key_head * stride_v
+        _load_keys(k_desc, k_smem, k_ready, k_free, count, row, k_column)
+        if last + BLOCK_N > num_keys:
+            # Rows and heads are apart by multiples of 8; copies of 16 bytes need to know.
+            source = (v_ptr + key_head.to(gl.int64) * (stride_v // 8 * 8), stride_v_key // 8 * 8)
+            keys_left = num_keys - last
+            _load_last_values(source, v_smem, v_ready, v_free, count, row, keys_left, CONSUMERS)
+        else:
+            _load_values(v_desc, v_smem, v_ready, v_free, count, row, v_column, CONSUMERS)
+        count += 1
+
+        for consumer in gl.static_range(CONSUMERS):
+            mbarrier.wait(q_free.index(consumer), (tile & 1) ^ 1)
+        first_row = tile_stop - TILE_M
+        offset = num_keys - length if CAUSAL else num_keys
+        write_words(
+            words_smem.index(tile & 1), num_blocks, first_row, start, num_keys, offset, head
+        )
+        for consumer in gl.static_range(CONSUMERS):
+            mbarrier.arrive(q_ready.index(consumer), count=1)
+            mbarrier.expect(q_ready.index(consumer), _Q_BYTES)
+            for part in gl.static_range(3):
+                tma.async_copy_global_to_shared(
+                    q_desc,
+                    [start + first_row + consumer * BLOCK_M, head * stride_q + part * 64],
+                    q_ready.index(consumer),
+                    q_smem.index(consumer * 3 + part),
+                )
+        if num_blocks > 1:
+            row -= BLOCK_N
+            _load_keys(k_desc, k_smem, k_ready, k_free, count, row, k_column)
+            _load_values(v_desc, v_smem, v_ready, v_free, count, row, v_column, CONSUMERS)
+            count += 1
+
+        # The next tile is found while the consumers are busy with the blocks above.
+        if DYNAMIC:
+            counter = counter_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+            ticket = gl.atomic_add(counter, 1, sem="relaxed")
+        else:
+            ticket += gl.num_programs(0)
+        place = (section, base, level, present, tiles)
+        section, base, level, present, tiles = _find_tile(place, ticket, order, SEQUENCES, TILE_M)
+
+        for _ in range(num_blocks - 2):
+            row -= BLOCK_N
+            _load_keys(k_desc, k_smem, k_ready, k_free, count, row, k_column)
+            _load_values(v_desc, v_smem, v_ready, v_free, count, row, v_column, CONSUMERS)
+            count += 1
+        tile += 1
+
+    for consumer in gl.static_range(CONSUMERS):
+        mbarrier.wait(q_free.index(consumer), (tile & 1) ^ 1)
+    write_words(words_smem.index(tile & 1), -1, 0, 0, 0, 0, 0)
+    for consumer in gl.static_range(CONSUMERS):
+        mbarrier.arrive(q_ready.index(consumer), count=2)

@@ -1,0 +1,53 @@
+"""Sections of a batch whose keys and values fit into L2 together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Of the 50 MB of L2 that every GPU of this architecture has, or nearly.
+_SECTION_BYTES = 45_000_000
+_KEY_BYTES = (192 + 128) * 2
+# A section's sequences are counted in the registers of one warp.
+MAX_SECTION_SEQUENCES = 128
+
+
+@dataclass(frozen=True)
+class Sections:
+    """A batch as a grid of sections: some sequences by some heads.
+
+    Attributes:
+        total: Number of sections.
+        head_sections: How many share the same sequences.
+        sequences: Sequences of a section.
+        heads: Heads of a section.
+    """
+
+    total: int
+    head_sections: int
+    sequences: int
+    heads: int
+
+
+def choose_sections(batch: int, num_keys: int, heads: int, kv_heads: int) -> Sections:
+    """Cut a batch by its average length, which is all the host knows.
+
+    Rows of no sequence count as one more sequence.
+
+    Args:
+        batch: Sequences.
+        num_keys: Keys of all sequences.
+        heads: Heads of the query.
+        kv_heads: Heads of the keys.
+    """
+    sequence_bytes = max(num_keys * kv_heads * _KEY_BYTES // max(batch, 1), 1)
+    if sequence_bytes > _SECTION_BYTES:
+        parts = min(-(-sequence_bytes // _SECTION_BYTES), kv_heads)
+        # Equal parts if there are: a small last one would end with long tiles for few programs.
+        equal = (count for count in range(parts, 2 * parts) if kv_heads % count == 0)
+        parts = next(equal, parts)
+        section_heads = -(-kv_heads // parts) * (heads // kv_heads)
+        head_sections = -(-heads // section_heads)
+        return Sections((batch + 1) * head_sections, head_sections, 1, section_heads)
+    fitting = min(_SECTION_BYTES // sequence_bytes, MAX_SECTION_SEQUENCES)
+    sequences = -(-batch // -(-batch // fitting)) if batch else 1
+    return Sections(-(-(batch + 1) // sequences), 1, sequences, heads)

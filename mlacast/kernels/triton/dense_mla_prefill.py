@@ -1,0 +1,375 @@
+"""Portable ``dense_mla_prefill``: attention of packed sequences and the output cast, one launch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from mlacast.descriptors.quantized_tensor import QuantizedTensor
+from mlacast.kernels.common.fp8_casts import has_fp8_casts
+from mlacast.kernels.common.launch import Launches
+from mlacast.kernels.common.store import store_rows
+from mlacast.kernels.common.targets import store_target
+from mlacast.kernels.config.dense_prefill import (
+    heads_at_a_time,
+    max_tiles,
+    prefill_config,
+    shared_memory_of,
+)
+
+_LOG2_E = 1.4426950408889634
+LN_2 = tl.constexpr(0.6931471805599453)
+# Sequences whose bounds are read at a time.
+_SEQUENCES = tl.constexpr(128)
+
+# Counts and strides that vary while serving must not pick another variant of the kernel.
+_VARYING = [
+    "num_keys",
+    "num_sequences",
+    "num_tokens",
+    "tiles",
+    "heads_at_a_time",
+    "row_start",
+    "padding_rows",
+    "stride_sf_token",
+    "stride_sf_group",
+    "stride_sf_word",
+]
+# Nor must where a slice of a bigger buffer happens to start.
+_UNALIGNED = ["cu_q_ptr", "cu_k_ptr", "lse_ptr", "sf_ptr", "scale_ptr"]
+
+
+@triton.jit
+def _bound(ptr, at, last, limit):
+    """Bound ``at`` of the packed sequences: 0 before the first, ``limit`` behind the ``last``."""
+    value = tl.load(ptr + at, mask=(at >= 0) & (at <= last), other=0)
+    value = tl.minimum(tl.maximum(value, 0), limit)
+    return tl.where(at > last, limit, value)
+
+
+@triton.jit
+def _find_tile(cu_ptr, num_sequences, num_tokens, tile, BLOCK_M: tl.constexpr):
+    """Find tile number ``tile`` among the tiles of all sequences.
+
+    The tokens before the first sequence and those behind the last are sequences without keys,
+    numbered -1 and ``num_sequences``.
+
+    Returns:
+        Sequence (-2 if there is no such tile), its first token and its end, the tile's number in
+        it, counted from its end: the last tile of a causal mask has the most keys.
+    """
+    sequence, start, stop, number, before = -2, 0, 0, 0, 0
+    for first in range(-1, num_sequences + 1, _SEQUENCES):
+        at = first + tl.arange(0, _SEQUENCES)
+        starts = _bound(cu_ptr, at, num_sequences, num_tokens)
+        stops = _bound(cu_ptr, at + 1, num_sequences, num_tokens)
+        count = tl.where(
+            at <= num_sequences, (tl.maximum(stops - starts, 0) + BLOCK_M - 1) // BLOCK_M, 0
+        )
+        ends = before + tl.cumsum(count, 0)
+        is_here = (ends > tile) & (ends - count <= tile)
+        sequence = tl.maximum(sequence, tl.max(tl.where(is_here, at, -2), 0))
+        start += tl.sum(tl.where(is_here, starts, 0), 0)
+        stop += tl.sum(tl.where(is_here, stops, 0), 0)
+        number += tl.sum(tl.where(is_here, ends - 1 - tile, 0), 0)
+        before += tl.sum(count, 0)
+    return sequence, start, stop, number
+
+
+@triton.jit
+def _attend(
+    q,
+    q_tail,
+    acc,
+    running_max,
+    running_sum,
+    k,
+    v,
+    stride_k_token,
+    stride_v_token,
+    score_scale,
+    first_key,
+    stop_key,
+    last_key,
+    num_keys,
+    IS_MASKED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Fold keys ``first_key``.. below ``stop_key`` of a sequence into the softmax state.
+
+    ``k`` and ``v`` are pointers to the first dimension of its key 0. With IS_MASKED row i sees the
+    keys up to ``last_key[i]`` below ``num_keys``; without, every row sees all of whole blocks.
+    """
+    lane = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, 128)
+    tail = 128 + tl.arange(0, 64)
+    k_rows = k + (first_key + lane).to(tl.int64)[:, None] * stride_k_token
+    v_rows = v + (first_key + lane).to(tl.int64)[:, None] * stride_v_token
+    k_step = stride_k_token.to(tl.int64) * BLOCK_N
+    v_step = stride_v_token.to(tl.int64) * BLOCK_N
+    scale = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32) + score_scale
+    for first in tl.range(first_key, stop_key, BLOCK_N):
+        if IS_MASKED:
+            exists = (first + lane < num_keys)[:, None]
+            keys = tl.load(k_rows + d[None, :], mask=exists, other=0.0)
+            key_tails = tl.load(k_rows + tail[None, :], mask=exists, other=0.0)
+            values = tl.load(v_rows + d[None, :], mask=exists, other=0.0)
+        else:
+            keys = tl.load(k_rows + d[None, :])
+            key_tails = tl.load(k_rows + tail[None, :])
+            values = tl.load(v_rows + d[None, :])
+        scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
+        scores = tl.dot(q_tail, tl.trans(key_tails), scores, input_precision="ieee")
+        if IS_MASKED:
+            key = first + lane[None, :]
+            scores = tl.where((key <= last_key[:, None]) & (key < num_keys), scores, -float("inf"))
+        new_max = tl.maximum(running_max, tl.max(scores, 1) * score_scale)
+        # -inf - -inf is NaN: shift by 0 while no key has been seen.
+        shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+        alpha = tl.exp2(running_max - shift)
+        negated = tl.broadcast_to(-shift[:, None], (BLOCK_M, BLOCK_N))
+        weights = tl.exp2(tl.fma(scores, scale, negated))
+        running_sum = running_sum * alpha + tl.sum(weights, 1)
+        running_max = new_max
+        weights = weights.to(values.dtype)
+        acc = tl.dot(weights, values, acc * alpha[:, None], input_precision="ieee")
+        k_rows += k_step
+        v_rows += v_step
+    return acc, running_max, running_sum
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
+def _dense_mla_prefill_kernel(
+    q_ptr,
+    stride_q_token,
+    stride_q_head,
+    k_ptr,
+    stride_k_token,
+    stride_k_head,
+    v_ptr,
+    stride_v_token,
+    stride_v_head,
+    cu_q_ptr,
+    cu_k_ptr,
+    num_keys,
+    num_sequences,
+    lse_ptr,
+    data_ptr,
+    sf_ptr,
+    scale_ptr,
+    stride_data_token,
+    stride_data_group,
+    stride_sf_token,
+    stride_sf_group,
+    stride_sf_word,
+    row_start,
+    padding_rows,
+    num_tokens,
+    tiles,
+    num_heads,
+    heads_per_key_head,
+    heads_at_a_time,
+    query_sign,
+    score_scale,
+    CAUSAL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NATIVE: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    F: tl.constexpr,
+    CHUNK32: tl.constexpr,
+    AMAX_FLOOR: tl.constexpr,
+    SF_COLUMN_TILES: tl.constexpr,
+):
+    """BLOCK_M tokens of one head of one sequence.
+
+    Grid: (tiles * h,), where ``tiles`` is the most that a head can need; programs past those it
+    does need end at once. ``heads_at_a_time`` heads take turns, tile after tile, those with the
+    most keys of a sequence first. ``score_scale``, for base 2, is positive: the sign of the scale,
+    0 included, is multiplied into the query.
+    """
+    per_round = tiles * heads_at_a_time
+    first_head = (tl.program_id(0) // per_round) * heads_at_a_time
+    round_heads = tl.minimum(heads_at_a_time, num_heads - first_head)
+    within = tl.program_id(0) % per_round
+    head = first_head + within % round_heads
+    sequence, start, stop, number = _find_tile(
+        cu_q_ptr, num_sequences, num_tokens, within // round_heads, BLOCK_M
+    )
+    if sequence == -2:
+        return
+    length = stop - start
+    first_row = number * BLOCK_M
+    row = first_row + tl.arange(0, BLOCK_M)
+    in_range = row < length
+    token = (start + row).to(tl.int64)
+    key_start = 0
+    keys = 0
+    if (sequence >= 0) & (sequence < num_sequences):
+        key_start = tl.minimum(tl.maximum(tl.load(cu_k_ptr + sequence), 0), num_keys)
+        key_stop = tl.minimum(tl.maximum(tl.load(cu_k_ptr + sequence + 1), 0), num_keys)
+        keys = tl.maximum(key_stop - key_start, 0)
+    # The last key that each row sees; all of them below ``whole`` are seen by every row.
+    last_key = row + (keys - length)
+    end, whole = keys, keys
+    if CAUSAL:
+        end = tl.minimum(keys, tl.maximum(first_row + BLOCK_M + keys - length, 0))
+        whole = tl.minimum(keys, tl.maximum(first_row + 1 + keys - length, 0))
+    else:
+        last_key = row * 0 + keys
+    whole = whole // BLOCK_N * BLOCK_N
+
+    d = tl.arange(0, 128)
+    tail = 128 + tl.arange(0, 64)
+    q_rows = q_ptr + (token * stride_q_token + head.to(tl.int64) * stride_q_head)[:, None]
+    q = tl.load(q_rows + d[None, :], mask=in_range[:, None], other=0.0)
+    q = (q.to(tl.float32) * query_sign).to(q.dtype)
+    q_tail = tl.load(q_rows + tail[None, :], mask=in_range[:, None], other=0.0)
+    q_tail = (q_tail.to(tl.float32) * query_sign).to(q_tail.dtype)
+    key_head = (head // heads_per_key_head).to(tl.int64)
+    k = k_ptr + (key_start.to(tl.int64) * stride_k_token + key_head * stride_k_head)
+    v = v_ptr + (key_start.to(tl.int64) * stride_v_token + key_head * stride_v_head)
+    acc = tl.zeros((BLOCK_M, 128), tl.float32)
+    running_max = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    running_sum = tl.zeros((BLOCK_M,), tl.float32)
+    acc, running_max, running_sum = _attend(
+        q,
+        q_tail,
+        acc,
+        running_max,
+        running_sum,
+        k,
+        v,
+        stride_k_token,
+        stride_v_token,
+        score_scale,
+        0,
+        whole,
+        last_key,
+        keys,
+        False,
+        BLOCK_M,
+        BLOCK_N,
+    )
+    acc, running_max, running_sum = _attend(
+        q,
+        q_tail,
+        acc,
+        running_max,
+        running_sum,
+        k,
+        v,
+        stride_k_token,
+        stride_v_token,
+        score_scale,
+        whole,
+        end,
+        last_key,
+        keys,
+        True,
+        BLOCK_M,
+        BLOCK_N,
+    )
+    is_empty = running_sum == 0.0
+    divisor = tl.where(is_empty, 1.0, running_sum)
+    lse = tl.where(is_empty, -float("inf"), (running_max + tl.log2(divisor)) * LN_2)
+    tl.store(lse_ptr + head.to(tl.int64) * num_tokens + token, lse, mask=in_range)
+    # where, not a product with 0: hidden values that are infinite leave NaN in an empty row.
+    out = tl.where(is_empty[:, None], 0.0, acc * (1.0 / divisor)[:, None])
+    holds_last = tl.minimum(start + first_row + BLOCK_M, stop) == num_tokens
+    lane = tl.arange(0, BLOCK_M)[:, None]
+    store_rows(
+        out,
+        head,
+        token[:, None],
+        in_range[:, None],
+        0,
+        data_ptr,
+        stride_data_token,
+        stride_data_group,
+        sf_ptr,
+        stride_sf_token,
+        stride_sf_group,
+        stride_sf_word,
+        scale_ptr,
+        row_start,
+        num_tokens.to(tl.int64),
+        tl.where(holds_last, padding_rows, 0),
+        lane,
+        lane >= 0,
+        BLOCK_M,
+        128,
+        128,
+        KIND,
+        GROUP,
+        F,
+        CHUNK32,
+        AMAX_FLOOR,
+        SF_COLUMN_TILES,
+        0,
+        BLOCK_M,
+        NATIVE,
+    )
+
+
+def launch_dense_mla_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+    out: QuantizedTensor,
+    lse: torch.Tensor,
+) -> Launches:
+    """Fill ``out`` and ``lse``; arguments as in ``mlacast.dense_mla_prefill``."""
+    num_tokens, num_heads, _ = q.shape
+    kv_heads = k.shape[1]
+    num_sequences = cu_seqlens_q.shape[0] - 1
+    target = store_target(out)
+    config = prefill_config(max_seqlen_q, shared_memory_of(q.device))
+    tiles = max_tiles(num_tokens, num_sequences, config.block_m)
+    launches = Launches(q.device, target)
+    launches.launch(
+        _dense_mla_prefill_kernel,
+        (tiles * num_heads,),
+        q,
+        q.stride(0),
+        q.stride(1),
+        k,
+        k.stride(0),
+        k.stride(1),
+        v,
+        v.stride(0),
+        v.stride(1),
+        cu_seqlens_q,
+        cu_seqlens_k,
+        k.shape[0],
+        num_sequences,
+        lse,
+        *target.tensors.values(),
+        *target.numbers.values(),
+        num_tokens,
+        tiles,
+        num_heads,
+        num_heads // kv_heads,
+        heads_at_a_time(num_heads, kv_heads, max_seqlen_k),
+        float((softmax_scale > 0) - (softmax_scale < 0)),
+        (abs(softmax_scale) or 1.0) * _LOG2_E,
+        CAUSAL=causal,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        NATIVE=has_fp8_casts(q.device),
+        **target.constants,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        enable_fp_fusion=False,
+    )
+    return launches

@@ -1,0 +1,329 @@
+"""Portable ``merge_attention_states``: one launch for up to four parts, quantised as it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from mlacast.descriptors.quantized_tensor import QuantizedTensor
+from mlacast.kernels.common.fp8_casts import has_fp8_casts
+from mlacast.kernels.common.launch import Launches
+from mlacast.kernels.common.store import store_rows
+from mlacast.kernels.common.targets import StoreTarget, store_target
+
+# Parts that one launch reads; more are merged in turn, by way of a float32 result.
+_PARTS = 4
+# Features of a row of a tile, and its rows: so many tokens by so many neighbouring rows.
+_WIDTH = 128
+_BLOCK_T = 8
+_BLOCK_B = 8
+_NUM_WARPS = 8
+
+# Counts and strides that vary while serving must not pick another variant of the kernel.
+_VARYING = [
+    "stride_token_lse0",
+    "stride_head_lse0",
+    "stride_token_lse1",
+    "stride_head_lse1",
+    "stride_token_lse2",
+    "stride_head_lse2",
+    "stride_token_lse3",
+    "stride_head_lse3",
+    "stride_token_lse",
+    "stride_head_lse",
+    "num_tokens",
+    "row_start",
+    "padding_rows",
+    "stride_sf_token",
+    "stride_sf_group",
+    "stride_sf_word",
+]
+# Nor must where a slice of a bigger buffer happens to start.
+_UNALIGNED = ["lse0_ptr", "lse1_ptr", "lse2_ptr", "lse3_ptr", "lse_ptr", "sf_ptr", "scale_ptr"]
+
+
+@triton.jit
+def _load_lse(ptr, stride_token, stride_head, token, head, mask):
+    """Sum of a part for each row; every marker of an empty part becomes -inf."""
+    offsets = token * stride_token + head.to(tl.int64) * stride_head
+    lse = tl.load(ptr + offsets, mask=mask, other=-float("inf"))
+    return tl.where(lse == float("inf"), -float("inf"), lse)
+
+
+@triton.jit
+def _load_out(ptr, stride_token, stride_head, token, head, dim, lse, mask):
+    """Output of a part in float32; where it is empty it is not read, and 0."""
+    offsets = token * stride_token + head.to(tl.int64) * stride_head + dim
+    live = mask & (lse != -float("inf"))
+    return tl.load(ptr + offsets, mask=live, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _factor(weight, lse, inverse, is_empty):
+    """Weight of a part among all. That of an empty one is -0.0, so that it adds -0.0: nothing.
+
+    A lone live part so keeps the sign of its zeros. Rows of empty parts only are 0.0.
+    """
+    return weight * tl.where((lse == -float("inf")) & (is_empty == 0), -1.0, inverse)
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
+def _merge_attention_states_kernel(
+    out0_ptr,
+    stride_token_out0,
+    stride_head_out0,
+    lse0_ptr,
+    stride_token_lse0,
+    stride_head_lse0,
+    out1_ptr,
+    stride_token_out1,
+    stride_head_out1,
+    lse1_ptr,
+    stride_token_lse1,
+    stride_head_lse1,
+    out2_ptr,
+    stride_token_out2,
+    stride_head_out2,
+    lse2_ptr,
+    stride_token_lse2,
+    stride_head_lse2,
+    out3_ptr,
+    stride_token_out3,
+    stride_head_out3,
+    lse3_ptr,
+    stride_token_lse3,
+    stride_head_lse3,
+    lse_ptr,
+    stride_token_lse,
+    stride_head_lse,
+    num_tokens,
+    num_blocks,
+    data_ptr,
+    sf_ptr,
+    scale_ptr,
+    stride_data_token,
+    stride_data_group,
+    stride_sf_token,
+    stride_sf_group,
+    stride_sf_word,
+    row_start,
+    padding_rows,
+    PARTS: tl.constexpr,
+    D: tl.constexpr,
+    FEATURES: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    WIDTH: tl.constexpr,
+    NATIVE: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    F: tl.constexpr,
+    CHUNK32: tl.constexpr,
+    AMAX_FLOOR: tl.constexpr,
+    SF_COLUMN_TILES: tl.constexpr,
+):
+    """BLOCK_T tokens by BLOCK_B blocks of WIDTH features.
+
+    A token's features are cut into ``num_blocks`` blocks, whatever its heads. Where D, the width of
+    a head, is a multiple of WIDTH, a row of the tile [BLOCK_T * BLOCK_B, WIDTH] has one head and
+    one weight for each part; else every element has its own. FEATURES is the number of them where
+    the last block is not full, else 0. Grid: (ceil(T / BLOCK_T) * ceil(num_blocks / BLOCK_B),).
+    """
+    ROWS: tl.constexpr = BLOCK_T * BLOCK_B
+    WHOLE_ROWS: tl.constexpr = D % WIDTH == 0
+    columns = tl.cdiv(num_blocks, BLOCK_B)
+    first_token = (tl.program_id(0) // columns) * BLOCK_T
+    lane = tl.arange(0, ROWS)[:, None]
+    token = first_token + lane // BLOCK_B
+    block = (tl.program_id(0) % columns) * BLOCK_B + lane % BLOCK_B
+    has_block = block < num_blocks
+    in_range = has_block & (token < num_tokens)
+    token = token.to(tl.int64)
+    element = tl.arange(0, WIDTH)[None, :]
+    if WHOLE_ROWS:
+        head = block // (D // WIDTH)
+        dim = (block % (D // WIDTH)) * WIDTH + element
+        mask = in_range
+        is_first = in_range & (block % (D // WIDTH) == 0)
+    else:
+        feature = block * WIDTH + element
+        head = feature // D
+        dim = feature % D
+        mask = in_range & (feature < FEATURES if FEATURES else feature >= 0)
+        is_first = mask & (dim == 0)
+
+    lse0 = _load_lse(lse0_ptr, stride_token_lse0, stride_head_lse0, token, head, mask)
+    largest, lse1, lse2, lse3 = lse0, lse0, lse0, lse0
+    if PARTS > 1:
+        lse1 = _load_lse(lse1_ptr, stride_token_lse1, stride_head_lse1, token, head, mask)
+        largest = tl.maximum(largest, lse1)
+    if PARTS > 2:
+        lse2 = _load_lse(lse2_ptr, stride_token_lse2, stride_head_lse2, token, head, mask)
+        largest = tl.maximum(largest, lse2)
+    if PARTS > 3:
+        lse3 = _load_lse(lse3_ptr, stride_token_lse3, stride_head_lse3, token, head, mask)
+        largest = tl.maximum(largest, lse3)
+    # -inf - -inf is NaN: shift by 0 where every part is empty.
+    shift = tl.where(largest == -float("inf"), 0.0, largest)
+    weight0 = tl.exp(lse0 - shift)
+    total, weight1, weight2, weight3 = weight0, weight0, weight0, weight0
+    if PARTS > 1:
+        weight1 = tl.exp(lse1 - shift)
+        total += weight1
+    if PARTS > 2:
+        weight2 = tl.exp(lse2 - shift)
+        total += weight2
+    if PARTS > 3:
+        weight3 = tl.exp(lse3 - shift)
+        total += weight3
+    is_empty = total == 0.0
+    lse = tl.where(is_empty, -float("inf"), shift + tl.log(tl.where(is_empty, 1.0, total)))
+    lse_offsets = token * stride_token_lse + head.to(tl.int64) * stride_head_lse
+    tl.store(lse_ptr + lse_offsets, lse, mask=is_first)
+
+    # A lone live part has the weight 1 and comes back as it is.
+    inverse = tl.math.div_rn(1.0, tl.where(is_empty, 1.0, total))
+    x = _load_out(out0_ptr, stride_token_out0, stride_head_out0, token, head, dim, lse0, mask)
+    out = x * _factor(weight0, lse0, inverse, is_empty)
+    if PARTS > 1:
+        x = _load_out(out1_ptr, stride_token_out1, stride_head_out1, token, head, dim, lse1, mask)
+        factor = _factor(weight1, lse1, inverse, is_empty)
+        out = tl.fma(x, tl.broadcast_to(factor, x.shape), out)
+    if PARTS > 2:
+        x = _load_out(out2_ptr, stride_token_out2, stride_head_out2, token, head, dim, lse2, mask)
+        factor = _factor(weight2, lse2, inverse, is_empty)
+        out = tl.fma(x, tl.broadcast_to(factor, x.shape), out)
+    if PARTS > 3:
+        x = _load_out(out3_ptr, stride_token_out3, stride_head_out3, token, head, dim, lse3, mask)
+        factor = _factor(weight3, lse3, inverse, is_empty)
+        out = tl.fma(x, tl.broadcast_to(factor, x.shape), out)
+    store_rows(
+        out,
+        block,
+        token,
+        in_range,
+        0,
+        data_ptr,
+        stride_data_token,
+        stride_data_group,
+        sf_ptr,
+        stride_sf_token,
+        stride_sf_group,
+        stride_sf_word,
+        scale_ptr,
+        row_start,
+        num_tokens.to(tl.int64),
+        tl.where(first_token + BLOCK_T >= num_tokens, padding_rows, 0),
+        lane // BLOCK_B,
+        has_block,
+        ROWS,
+        WIDTH,
+        WIDTH,
+        KIND,
+        GROUP,
+        F,
+        CHUNK32,
+        AMAX_FLOOR,
+        SF_COLUMN_TILES,
+        FEATURES,
+        BLOCK_T,
+        NATIVE,
+    )
+
+
+def _part(out: torch.Tensor, lse: torch.Tensor, is_token_major: bool) -> list[Any]:
+    """Arguments of one part: its output [T, h, d] and its lse with their strides."""
+    token, head = (0, 1) if is_token_major else (1, 0)
+    return [out, out.stride(0), out.stride(1), lse, lse.stride(token), lse.stride(head)]
+
+
+def _float32_target(scratch: torch.Tensor, features: int) -> StoreTarget:
+    """Rows of ``features`` numbers, one after the other, in float32."""
+    tensors = {"data_ptr": scratch, "sf_ptr": scratch, "scale_ptr": scratch}
+    numbers = {
+        "stride_data_token": features,
+        "stride_data_group": features,
+        "stride_sf_token": 0,
+        "stride_sf_group": 0,
+        "stride_sf_word": 0,
+        "row_start": 0,
+        "padding_rows": 0,
+    }
+    constants = {
+        "KIND": 0,
+        "GROUP": 512,
+        "F": features,
+        "CHUNK32": False,
+        "AMAX_FLOOR": 0.0,
+        "SF_COLUMN_TILES": 0,
+    }
+    return StoreTarget(tensors, tensors, numbers, constants)
+
+
+def launch_merge_attention_states(
+    outs: Sequence[torch.Tensor],
+    lses: Sequence[torch.Tensor],
+    *,
+    lse_layout: str,
+    out: QuantizedTensor,
+    lse: torch.Tensor,
+) -> Launches:
+    """Fill ``out`` and ``lse``; arguments as in ``mlacast.merge_attention_states``."""
+    num_tokens, num_heads, width = outs[0].shape
+    features = num_heads * width
+    final = store_target(out)
+    launches = Launches(lse.device, final)
+    is_token_major = lse_layout == "th"
+    parts = [_part(*part, is_token_major) for part in zip(outs, lses, strict=True)]
+    while len(parts) > _PARTS:
+        # What the first of them give is a part like the others. Two results in turn, because a
+        # program reads sums that another one writes.
+        scratch = launches.scratch(num_tokens * (features + num_heads))
+        sums = launches.inside(scratch, scratch[num_tokens * features :])
+        merged = [scratch, features, width, sums, num_heads, 1]
+        target = _float32_target(scratch, features)
+        _launch(launches, parts[:_PARTS], merged[3:], target, num_tokens, num_heads, width)
+        parts = [merged, *parts[_PARTS:]]
+    strides = lse.stride() if is_token_major else lse.stride()[::-1]
+    _launch(launches, parts, [lse, *strides], final, num_tokens, num_heads, width)
+    return launches
+
+
+def _launch(
+    launches: Launches,
+    parts: Sequence[list[Any]],
+    lse: Sequence[Any],
+    target: StoreTarget,
+    num_tokens: int,
+    num_heads: int,
+    width: int,
+) -> None:
+    """Merge at most ``_PARTS`` parts into ``target`` and ``lse``, given with its strides."""
+    features = num_heads * width
+    blocks = triton.cdiv(features, _WIDTH)
+    # The arguments of absent parts are those of the first one, and not looked at.
+    given = [*parts, *[parts[0]] * (_PARTS - len(parts))]
+    launches.launch(
+        _merge_attention_states_kernel,
+        (triton.cdiv(num_tokens, _BLOCK_T) * triton.cdiv(blocks, _BLOCK_B),),
+        *(argument for part in given for argument in part),
+        *lse,
+        num_tokens,
+        blocks,
+        *target.tensors.values(),
+        *target.numbers.values(),
+        PARTS=len(parts),
+        D=width,
+        FEATURES=features if features % _WIDTH else 0,
+        BLOCK_T=_BLOCK_T,
+        BLOCK_B=_BLOCK_B,
+        WIDTH=_WIDTH,
+        NATIVE=has_fp8_casts(target.tensors["data_ptr"].device),
+        **target.constants,
+        num_warps=_NUM_WARPS,
+        enable_fp_fusion=False,
+    )

@@ -1,0 +1,152 @@
+"""Portable ``v_up_project``: a matrix product whose epilogue quantises."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from mlacast.descriptors.quantized_tensor import QuantizedTensor
+from mlacast.kernels.common.fp8_casts import has_fp8_casts
+from mlacast.kernels.common.launch import Launches
+from mlacast.kernels.common.store import store_rows
+from mlacast.kernels.common.targets import store_target
+
+# Up to so many tokens a program holds them all. More fill a larger tile, which reads each weight
+# half as often. Both tiles add the same products in the same order.
+_FEW_TOKENS = 64
+# Latent dimensions per step, and steps in flight: the kernel is bound by reading the weights.
+_BLOCK_K = 64
+_NUM_STAGES = 4
+
+# Counts and strides that vary while serving must not pick another variant of the kernel.
+_VARYING = [
+    "num_tokens",
+    "row_start",
+    "padding_rows",
+    "stride_sf_token",
+    "stride_sf_group",
+    "stride_sf_word",
+]
+# Nor must where a slice of a bigger buffer happens to start.
+_UNALIGNED = ["sf_ptr", "scale_ptr"]
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
+def _v_up_project_kernel(
+    latent_ptr,
+    stride_latent_token,
+    stride_latent_head,
+    weight_ptr,
+    stride_weight_head,
+    stride_weight_latent,
+    stride_weight_value,
+    num_tokens,
+    data_ptr,
+    sf_ptr,
+    scale_ptr,
+    stride_data_token,
+    stride_data_group,
+    stride_sf_token,
+    stride_sf_group,
+    stride_sf_word,
+    row_start,
+    padding_rows,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NATIVE: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    F: tl.constexpr,
+    CHUNK32: tl.constexpr,
+    AMAX_FLOOR: tl.constexpr,
+    SF_COLUMN_TILES: tl.constexpr,
+):
+    """BLOCK_M tokens of one head.
+
+    Grid: (ceil(T / BLOCK_M) * h,), the blocks of a head side by side, because they share its
+    weights.
+    """
+    blocks = tl.cdiv(num_tokens, BLOCK_M)
+    head = tl.program_id(0) // blocks
+    first = (tl.program_id(0) % blocks) * BLOCK_M
+    lane = tl.arange(0, BLOCK_M)[:, None]
+    token = first + lane
+    in_range = token < num_tokens
+    token = token.to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    n = tl.arange(0, 128)
+    latent = latent_ptr + (token * stride_latent_token + head.to(tl.int64) * stride_latent_head)
+    latent += k[None, :]
+    weight = weight_ptr + head.to(tl.int64) * stride_weight_head
+    weight += k[:, None] * stride_weight_latent + n[None, :] * stride_weight_value
+    acc = tl.zeros((BLOCK_M, 128), tl.float32)
+    for _ in range(0, 512, BLOCK_K):
+        x = tl.load(latent, mask=in_range, other=0.0)
+        acc = tl.dot(x, tl.load(weight), acc, input_precision="ieee")
+        latent += BLOCK_K
+        weight += BLOCK_K * stride_weight_latent
+    store_rows(
+        acc,
+        head,
+        token,
+        in_range,
+        0,
+        data_ptr,
+        stride_data_token,
+        stride_data_group,
+        sf_ptr,
+        stride_sf_token,
+        stride_sf_group,
+        stride_sf_word,
+        scale_ptr,
+        row_start,
+        num_tokens.to(tl.int64),
+        tl.where(first + BLOCK_M >= num_tokens, padding_rows, 0),
+        lane,
+        lane >= 0,
+        BLOCK_M,
+        128,
+        128,
+        KIND,
+        GROUP,
+        F,
+        CHUNK32,
+        AMAX_FLOOR,
+        SF_COLUMN_TILES,
+        0,
+        BLOCK_M,
+        NATIVE,
+    )
+
+
+def launch_v_up_project(
+    latent_out: torch.Tensor, w_uv: torch.Tensor, *, out: QuantizedTensor
+) -> Launches:
+    """Fill ``out``; arguments as in ``mlacast.v_up_project``."""
+    num_tokens, num_heads, _ = latent_out.shape
+    target = store_target(out)
+    block_m = 64 if num_tokens <= _FEW_TOKENS else 128
+    launches = Launches(latent_out.device, target)
+    launches.launch(
+        _v_up_project_kernel,
+        (triton.cdiv(num_tokens, block_m) * num_heads,),
+        latent_out,
+        latent_out.stride(0),
+        latent_out.stride(1),
+        w_uv,
+        w_uv.stride(0),
+        w_uv.stride(1),
+        w_uv.stride(2),
+        num_tokens,
+        *target.tensors.values(),
+        *target.numbers.values(),
+        BLOCK_M=block_m,
+        BLOCK_K=_BLOCK_K,
+        NATIVE=has_fp8_casts(latent_out.device),
+        **target.constants,
+        num_warps=block_m // 16,
+        num_stages=_NUM_STAGES,
+        enable_fp_fusion=False,
+    )
+    return launches

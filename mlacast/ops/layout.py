@@ -1,0 +1,55 @@
+"""What a call's strides and numbers ask of a backend, beyond formats and options."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mlacast.ops.output import D_V
+
+
+def layout_features(
+    rows: Sequence[torch.Tensor],
+    group_features: int,
+    sm_scale: float | torch.Tensor,
+    caches: Sequence[torch.Tensor | None] = (),
+) -> frozenset[str]:
+    """Features that a backend needs for layout and score scale.
+
+    Args:
+        rows: Tensors whose rows, all dimensions but the last, should start at multiples of 16
+            elements, and the heads of a token within 2**31 of each other.
+        group_features: Features of an output group; whole heads are multiples of 512.
+        sm_scale: Score scale; one that is not above zero does not keep the order of the logits.
+        caches: Paged caches whose pages should start at multiples of 16 bytes, with nothing between
+            the tokens.
+    """
+    features = set()
+    for tensor in rows:
+        steps = tensor.stride()[:-1]
+        if tensor.data_ptr() % 16 or any(step % 16 for step in steps):
+            features.add("rows:unaligned")
+        if tensor.dim() == 3 and tensor.shape[1] * tensor.stride(1) >= 2**31:
+            features.add("heads:far_apart")
+    for cache in caches:
+        if cache is None:
+            continue
+        apart = cache.shape[1] > 1 and cache.stride(1) != cache.shape[-1]
+        if apart or cache.data_ptr() % 16 or cache.stride(0) * cache.element_size() % 16:
+            features.add("rows:unaligned")
+    if group_features % D_V:
+        features.add("groups:partial_heads")
+    if not isinstance(sm_scale, torch.Tensor) and sm_scale <= 0.0:
+        features.add("sm_scale:not_positive")
+    return frozenset(features)
+
+
+def pool_features(kv_format: str, extra_kv_format: str | None) -> frozenset[str]:
+    """Features that a backend needs for the formats of one or two pools."""
+    features = {f"kv:{kv_format}"}
+    if extra_kv_format is not None:
+        features.add(f"extra_kv:{extra_kv_format}")
+        if extra_kv_format != kv_format:
+            features.add(f"pools:{kv_format}+{extra_kv_format}")
+    return frozenset(features)

@@ -1,0 +1,126 @@
+"""The Hopper dense prefill kernel compiles for sm_90a as its pipeline needs it; no GPU is used.
+
+Registers hold accumulators, scores, weights and the query at once: a spill, or an accumulator that
+has to move while a product is in flight, serialises every wgmma.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kernels.sm90_build import Build, needs_gated_triton
+
+pytestmark = needs_gated_triton
+
+PLAIN = {
+    "SEQUENCES": 32,
+    "CAUSAL": True,
+    "DYNAMIC": True,
+    "CONSUMERS": 2,
+    "QUERY_PARTS": 3,
+    "TAKE_TURNS": True,
+    "KIND": 0,
+    "GROUP": 512,
+    "CHUNK32": False,
+    "AMAX_FLOOR": 0.0,
+}
+SF_TYPES = {0: "*bf16", 1: "*u8", 4: "*i32", 5: "*u8"}
+ALIGNED = ("stride_data_token", "stride_data_group", "v_ptr", "data_ptr")
+SHARED_MEMORY_BYTES = 227 * 1024
+
+
+def _descriptor(rows: int, columns: int) -> str:
+    """Type of a tensor descriptor, as Triton spells it at a launch."""
+    return (
+        f"tensordesc<bf16[{rows}, {columns}],NVMMASharedLayout(swizzle_byte_width=128, "
+        "element_bitwidth=16, rank=2, transposed=False, fp4_padded=False, cga_layout=[])>"
+    )
+
+
+def _type_of(name: str, constants: dict[str, Any]) -> str:
+    kind = constants["KIND"]
+    value_rows = 128 if constants["CONSUMERS"] == 2 else 64
+    special = {
+        "q_desc": _descriptor(64, 64),
+        "k_desc": _descriptor(128, 64),
+        "v_desc": _descriptor(value_rows, 128),
+        "v_ptr": "*bf16",
+        "data_ptr": "*u8" if kind else "*bf16",
+        "sf_ptr": SF_TYPES.get(kind, "*fp32"),
+        "softmax_scale": "fp32",
+    }
+    if name in special:
+        return special[name]
+    if name.startswith("cu_seqlens"):
+        return "*i32"
+    return "*fp32" if name.endswith("_ptr") else "i32"
+
+
+def _build(constants: dict[str, Any]) -> Build:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from mlacast.kernels.gluon.sm90.dense_mla_prefill import Variant, dense_mla_prefill_kernel
+    from tests.kernels.sm90_build import _tool
+
+    names = dense_mla_prefill_kernel.arg_names
+    types = {
+        name: "constexpr" if name in constants else _type_of(name, constants) for name in names
+    }
+    values = {(names.index(name),): value for name, value in constants.items()}
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ALIGNED}
+    source = GluonASTSource(dense_mla_prefill_kernel, types, values, aligned)
+    options = Variant(consumers=constants["CONSUMERS"]).options
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    with tempfile.TemporaryDirectory() as folder:
+        ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        ptx.write_text(compiled.asm["ptx"])
+        cubin.write_bytes(compiled.asm["cubin"])
+        again = str(Path(folder, "again.cubin"))
+        notes = _tool("ptxas", "-v", "--gpu-name=sm_90a", str(ptx), "-o", again)
+        sass = _tool("cuobjdump", "-sass", str(cubin))
+    return Build(notes, sass, compiled.metadata.shared)
+
+
+FP8 = PLAIN | {"GROUP": 128, "AMAX_FLOOR": 1e-10}
+# Constants, and the bytes that a thread may spill, none of them in a loop over keys.
+CASES = {
+    "bf16": (PLAIN, 0),
+    "bf16-many-sequences": (PLAIN | {"SEQUENCES": 128}, 20),
+    "group32-float32": (FP8 | {"KIND": 2, "GROUP": 32}, 0),
+    "group128-packed": (FP8 | {"KIND": 4}, 0),
+    "mxfp8-chunk32": (FP8 | {"KIND": 4, "GROUP": 32, "CHUNK32": True}, 0),
+    "nvfp4": (PLAIN | {"KIND": 5, "GROUP": 16}, 0),
+}
+
+
+@pytest.mark.parametrize(("constants", "spill_bytes"), CASES.values(), ids=CASES)
+def test_compiles_without_serialised_wgmma_or_spills_in_key_loops(
+    constants: dict[str, Any], spill_bytes: int
+) -> None:
+    built = _build(constants)
+    assert built.shared <= SHARED_MEMORY_BYTES
+    assert not re.findall(r"C75\d\d", built.notes)
+    assert built.spilled_bytes <= spill_bytes
+    # First scores, loop, last product with the values: 12 + (12 + 8) + 8 for each consumer.
+    assert built.products == {"64x128": 2 * 40}
+    loops = built.key_loops
+    assert len(loops) == 2, "one for each consumer"
+    for loop in loops:
+        assert not re.search(r"\b(LDL|STL)\b", loop)
+        _assert_softmax_runs_beside_the_product(loop)
+
+
+def _assert_softmax_runs_beside_the_product(loop: str) -> None:
+    """The wait for the product with the values comes after the exponentials, not before."""
+    lines = loop.splitlines()
+    waits = [at for at, line in enumerate(lines) if "WARPGROUP.DEPBAR.LE" in line]
+    assert len(waits) == 2, "for the scores, and for the product with the values"
+    between = [line for line in lines[waits[0] : waits[1]] if "MUFU.EX2" in line]
+    assert len(between) >= 64

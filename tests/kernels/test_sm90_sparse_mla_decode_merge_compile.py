@@ -1,0 +1,98 @@
+"""The merge of Hopper decode splits compiles to few instructions and no exchange between warps.
+
+Most of its data come from the L2 cache, so that instructions are what costs time. No GPU is used.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.kernels.sm90_build import compile_kernel, needs_gated_triton
+
+pytestmark = needs_gated_triton
+
+PLAIN = {
+    "ROTATE_BACK": False,
+    "HALF_PAIRING": False,
+    "HAS_SINK": False,
+    "FULL_TILES": True,
+    "PDL": True,
+    "KIND": 0,
+    "GROUP": 512,
+    "F": 32768,
+    "CHUNK32": False,
+    "AMAX_FLOOR": 0.0,
+}
+MXFP8 = PLAIN | {"KIND": 4, "GROUP": 32, "F": 4096, "AMAX_FLOOR": 1e-4}
+GROUPS = PLAIN | {"F": 4096, "AMAX_FLOOR": 1e-10}
+FUSED = {"ROTATE_BACK": True, "HAS_SINK": True}
+HALF = FUSED | {"HALF_PAIRING": True}
+PARTIAL = {"FULL_TILES": False}
+CHUNK32_OF_3 = {"CHUNK32": True, "F": 1536}
+# Constants, whether for many rows, most instructions of a warp that are in no loop. The merge of 2
+# splits runs about 50 less: what surrounds the loops over further splits.
+CONFIGURATIONS = {
+    "bf16": (PLAIN, True, 455),
+    "bf16-half-sink-partial": (PLAIN | HALF | PARTIAL, True, 570),
+    "bf16-one-head": (PLAIN | {"num_heads": 1}, False, 490),
+    "tensor-sink": (PLAIN | {"KIND": 1, "HAS_SINK": True}, True, 580),
+    "mxfp8-fused": (MXFP8 | FUSED, True, 715),
+    "mxfp8-fused-few": (MXFP8 | FUSED, False, 650),
+    "mxfp8-half": (MXFP8 | HALF, True, 755),
+    "mxfp8-chunk32": (MXFP8 | FUSED | {"CHUNK32": True}, True, 740),
+    "mxfp8-chunk32-of-3-partial": (MXFP8 | HALF | CHUNK32_OF_3 | PARTIAL, True, 795),
+    "mxfp8-chunk32-of-3-few": (MXFP8 | HALF | CHUNK32_OF_3, False, 690),
+    "group128-packed": (GROUPS | FUSED | {"KIND": 4, "GROUP": 128}, True, 685),
+    "group64-packed-partial": (GROUPS | PARTIAL | {"KIND": 4, "GROUP": 64}, True, 635),
+    "group128-float32": (GROUPS | FUSED | {"KIND": 2, "GROUP": 128}, True, 1140),
+    "group128-float32-few": (GROUPS | FUSED | {"KIND": 2, "GROUP": 128}, False, 830),
+    "group32-float32": (GROUPS | {"KIND": 2, "GROUP": 32}, True, 1025),
+    "group64-pow2": (GROUPS | HALF | {"KIND": 3, "GROUP": 64}, True, 765),
+}
+
+
+def _instructions(sass: str) -> list[tuple[int, str]]:
+    """Addresses and texts up to the end of the code; a branch to itself and padding follow it."""
+    places = [
+        (int(address, 16), text)
+        for address, text in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", sass)
+    ]
+    return [(at, text) for at, text in places if not text.startswith("NOP")][:-1]
+
+
+def _outside_of_loops(instructions: list[tuple[int, str]]) -> int:
+    """Number of instructions that no backward branch jumps over."""
+    loops = []
+    for at, text in instructions:
+        branch = re.match(r"(?:@!?U?P\d+ )?BRA (?:U?P\d+, )?0x([0-9a-f]+)", text)
+        if branch and int(branch[1], 16) <= at:
+            loops.append((int(branch[1], 16), at))
+    return sum(not any(start <= at <= stop for start, stop in loops) for at, _ in instructions)
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_compiles_to_few_instructions_without_spills(name: str) -> None:
+    from mlacast.kernels.gluon.sm90 import sparse_mla_decode_merge as merge
+
+    constants, is_for_many, limit = CONFIGURATIONS[name]
+    program = merge.MANY if is_for_many else merge.FEW
+    chosen: dict[str, Any] = constants | {"BLOCK_H": program.heads, "AHEAD": program.ahead}
+    options = {"num_warps": program.warps, **merge.OPTIONS}
+    built = compile_kernel(merge.merge_splits_kernel, options, chosen, merge.UNALIGNED)
+    assert built.spilled_bytes == 0
+    assert built.shared == 0
+    assert "BAR.SYNC" not in built.sass
+    instructions = _instructions(built.sass)
+    assert _outside_of_loops(instructions) <= limit
+    elements = 512 * program.heads // (32 * program.warps)
+    texts = [text for _, text in instructions]
+    codes = sum("F2FP" in text and ("E4M3" in text or "BF16" in text) for text in texts)
+    assert codes == elements // 2, "two codes or values in one instruction"
+    store = "STG.E.64" if constants["KIND"] else "STG.E.128"
+    assert sum(store in text for text in texts) == elements // 8, "8 leave together"
+    wait = next(at for at, text in enumerate(texts) if text.startswith("ACQBULK"))
+    wide = [at for at, text in enumerate(texts) if "LDG.E.128" in text]
+    assert wait < wide[0], "partials are read after the wait"

@@ -1,0 +1,61 @@
+"""The storing epilogues of the Hopper kernels compile on their own; no GPU is used.
+
+The kernels around them are those that ``tests/gpu/test_hopper_store.py`` runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.kernels.sm90_build import needs_gated_triton
+
+pytestmark = needs_gated_triton
+
+MXFP8: dict[str, Any] = {"KIND": 4, "GROUP": 32, "F": 4096, "AMAX_FLOOR": 1e-4}
+CASES: dict[str, dict[str, Any]] = {
+    "bf16-partial": {"KIND": 0, "GROUP": 512, "FULL_TILES": False},
+    "mxfp8": MXFP8,
+    "mxfp8-chunk32-partial": MXFP8 | {"CHUNK32": True, "FULL_TILES": False},
+    "group32-float32": MXFP8 | {"KIND": 2},
+    "group64-pow2": MXFP8 | {"KIND": 3, "GROUP": 64},
+}
+COMMON: dict[str, Any] = {"FULL_TILES": True, "F": 4096, "CHUNK32": False, "AMAX_FLOOR": 0.0}
+ALIGNED = ("x_ptr", "data_ptr", "stride_data_token", "stride_data_group")
+SF_TYPES = {0: "*bf16", 2: "*fp32", 3: "*fp32", 4: "*i32"}
+
+
+def _compile(kernel: Any, constants: dict[str, Any]) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from tests.kernels.sm90_probes import OPTIONS
+
+    kind, names = constants["KIND"], kernel.arg_names
+    types = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in names}
+    types |= {"data_ptr": "*u8" if kind else "*bf16", "sf_ptr": SF_TYPES[kind]}
+    types |= dict.fromkeys(constants, "constexpr")
+    places = {name: (names.index(name),) for name in names}
+    values = {places[name]: value for name, value in constants.items()}
+    aligned = {places[name]: [["tt.divisibility", 16]] for name in ALIGNED}
+    source = GluonASTSource(kernel, {name: types[name] for name in names}, values, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=OPTIONS)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
+def test_compiles_without_shared_memory(case: str, scaled: bool) -> None:
+    from tests.kernels.sm90_probes import store_block_kernel, store_scaled_block_kernel
+
+    constants = COMMON | CASES[case]
+    if scaled:
+        compiled = _compile(store_scaled_block_kernel, constants | {"MASKED": True})
+    else:
+        compiled = _compile(store_block_kernel, constants)
+    assert compiled.metadata.shared == 0, "columns change places by shuffles"
+    # Exponents may be bytes; codes and values leave eight at a time.
+    assert "st.global.v2.b32" in compiled.asm["ptx"] or "st.global.v4.b32" in compiled.asm["ptx"]
+    assert "st.global.b16" not in compiled.asm["ptx"]
+    assert "st.global.b8" not in compiled.asm["ptx"] or constants["KIND"] == 4

@@ -1,0 +1,88 @@
+"""What strides, numbers and pairs of pools ask of a backend, and who serves them on Hopper."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import mlacast
+from mlacast.dispatch.select import select
+from mlacast.ops.layout import layout_features, pool_features
+
+PLAIN = frozenset({"d_qk:512", "q_order:head", "out:bf16"})
+
+
+def query(tokens: int = 3, heads: int = 4, gap: int = 0) -> Tensor:
+    """Queries whose heads are ``512 + gap`` elements apart."""
+    return torch.zeros(tokens, heads, 512 + gap, dtype=torch.bfloat16)[:, :, :512]
+
+
+def test_an_ordinary_call_asks_for_nothing() -> None:
+    cache = mlacast.KvFormat.V4.allocate(2, 64)
+    assert layout_features((query(),), 512, 0.1, (cache, None)) == frozenset()
+
+
+@pytest.mark.parametrize("gap", [1, 8])
+def test_heads_at_no_multiple_of_16_elements(gap: int) -> None:
+    assert layout_features((query(gap=gap),), 512, 0.1) == {"rows:unaligned"}
+    assert layout_features((query(gap=16),), 512, 0.1) == frozenset()
+
+
+def test_a_start_at_no_multiple_of_16_bytes() -> None:
+    wide = torch.zeros(3, 4, 544, dtype=torch.bfloat16)
+    assert layout_features((wide[:, :, 1:513],), 512, 0.1) == {"rows:unaligned"}
+
+
+def test_heads_that_32_bits_do_not_reach() -> None:
+    far = torch.empty(1, dtype=torch.bfloat16).as_strided((1, 1, 1), (512, 2**30, 1))
+    meta = torch.empty_strided((1, 3, 512), (512, 2**30, 1), dtype=torch.bfloat16, device="meta")
+    assert "heads:far_apart" in layout_features((meta,), 512, 0.1)
+    assert "heads:far_apart" not in layout_features((far,), 512, 0.1)
+
+
+def test_pages_and_tokens_of_caches() -> None:
+    page = torch.zeros(2 * 64 * 584 + 8, dtype=torch.uint8)
+    unaligned = page.as_strided((2, 64, 1, 584), (64 * 584 + 8, 584, 584, 1))
+    assert layout_features((), 512, 0.1, (unaligned,)) == {"rows:unaligned"}
+    apart = torch.zeros(2, 64, 1, 1024, dtype=torch.float8_e4m3fn)[..., :512]
+    assert layout_features((), 512, 0.1, (apart,)) == {"rows:unaligned"}
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+def test_scales_that_do_not_keep_the_order(scale: float) -> None:
+    assert layout_features((), 512, scale) == {"sm_scale:not_positive"}
+    assert layout_features((), 512, torch.tensor(scale)) == frozenset(), "not read on the host"
+
+
+def test_output_groups_of_parts_of_heads() -> None:
+    assert layout_features((), 1024, 1.0) == frozenset()
+    assert layout_features((), 256, 1.0) == {"groups:partial_heads"}
+
+
+@pytest.mark.parametrize(
+    ("main", "extra", "backend"),
+    [
+        ("V4", None, "hopper"),
+        ("V4", "V4", "hopper"),
+        ("V41", "V41_FP4", "hopper"),
+        ("V41", "V41_FP4_INLINE", "hopper"),
+        ("V41_INLINE", "V41", "hopper"),
+        ("V4", "V41", "triton"),
+        ("BF16", None, "triton"),
+        ("V41_FP4", None, "triton"),
+        ("NVFP4_384", "V4", "triton"),
+    ],
+)
+def test_pools_on_hopper(main: str, extra: str | None, backend: str) -> None:
+    features = PLAIN | pool_features(main, extra)
+    assert select("sparse_mla_decode", features, "sm90").backend == backend
+    assert select("sparse_mla_decode", features, "sm80").backend == "triton"
+
+
+@pytest.mark.parametrize(
+    "feature", ["rows:unaligned", "heads:far_apart", "groups:partial_heads", "out:nvfp4"]
+)
+def test_what_hopper_leaves_to_the_portable_kernel(feature: str) -> None:
+    features = PLAIN | pool_features("V4", None) | {feature}
+    assert select("sparse_mla_decode", features, "sm90").backend == "triton"
