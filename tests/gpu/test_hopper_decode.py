@@ -65,7 +65,7 @@ CASES = (
     Case("v41-group32", 64, GROUP_32, 8, "half", pools=V41),
     Case("v41-packed", 128, PACKED_128, 16, pools=V41_V41, places=MIDDLE),
 )
-# The store of a split call is that of the merge, which both backends share.
+# The store of a split call is that of the merge: test_hopper_merge.py has every kind of it.
 SPLIT = [case for case in CASES if case.name.endswith(("fused", "v41-bf16", "fp4-inline"))]
 FUSED = Case("fused-bf16", 64, mlacast.Bf16(), 1, "half", True, True, True, "chunk16", V41_V41)
 SMALL = Geometry(8, 17, gap=16)
@@ -83,7 +83,7 @@ def test_one_split_against_float64(case: Case) -> None:
 
 @pytest.mark.parametrize("case", SPLIT, ids=case_id)
 def test_splits_against_float64(case: Case) -> None:
-    """Few and many tokens (the merge takes four heads at a time there), empty main lists."""
+    """Few and many tokens (the merge has another program for those), empty main lists."""
     for shape in (
         Shape(6, 128, extra_topk=512, num_splits=3),
         Shape(38, 192, extra_topk=64, num_splits=2),
@@ -104,7 +104,7 @@ def test_lists_that_are_no_whole_blocks(widths: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(("extra_topk", "splits"), [(256, 1), (512, 2)])
 def test_batch_invariant_rows_equal_batches_of_one(extra_topk: int, splits: int) -> None:
-    """The merge of the batch takes four heads at a time, that of one token a single head."""
+    """The merge of the batch takes eight heads at a time, that of one token a single head."""
     call = draw_decode(FUSED, Shape(38, 128, extra_topk=extra_topk), CUDA)
 
     def run(rows: slice, num_splits: int | None = None) -> Written:

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mlacast.kernels.common.sm90_masks import any_masked, apply_mask
+from mlacast.kernels.common.sm90_masks import any_marked, apply_mask
 from mlacast.kernels.common.sm90_rotation import (
     load_angles,
     opaque,
@@ -271,7 +271,7 @@ def score_role(
                 S,
             )
             mask = mask_smem.index(count & 3)
-            masked = any_masked(mask)
+            masked = any_marked(mask)
             if DELAY_OUTPUT:
                 s = warpgroup_mma_wait(1, deps=[s])
                 if i > 0:

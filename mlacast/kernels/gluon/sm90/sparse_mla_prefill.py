@@ -20,7 +20,14 @@ from mlacast.kernels.config.sparse_attention import num_multiprocessors
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_gather import gather_role
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_output import output_role
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_score import score_role
-from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import BLOCK_H, BLOCK_N, LOG2_E, NUM_SLOTS
+from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
+    BLOCK_H,
+    BLOCK_N,
+    LOG2_E,
+    NUM_SLOTS,
+    UNALIGNED,
+    VARYING,
+)
 
 # 3 * 160 + 32 registers a thread use up the register file.
 OPTIONS = {"num_warps": 4, "maxnreg": 128}
@@ -28,35 +35,7 @@ _COMPUTE_REGISTERS = gl.constexpr(160)
 _GATHER_REGISTERS = gl.constexpr(32)
 
 
-# Counts and strides that vary while serving must not pick another variant of the kernel.
-_VARYING = [
-    "s_kv",
-    "stride_indices",
-    "topk",
-    "stride_length",
-    "table_rows",
-    "stride_positions",
-    "stride_sf_token",
-    "stride_sf_group",
-    "stride_sf_word",
-    "padding_rows",
-    "num_tokens",
-]
-# Nor must where a slice of a bigger buffer happens to start.
-_UNALIGNED = [
-    "indices_ptr",
-    "length_ptr",
-    "sink_ptr",
-    "table_ptr",
-    "positions_ptr",
-    "max_logits_ptr",
-    "lse_ptr",
-    "sf_ptr",
-    "scale_ptr",
-]
-
-
-@gluon.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
+@gluon.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=UNALIGNED)
 def sparse_mla_prefill_kernel(
     q_ptr,
     stride_q_token,

@@ -26,7 +26,14 @@ from mlacast.kernels.gluon.sm90.sparse_mla_prefill_576_barriers import (
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_576_gather import gather_role
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_576_output import output_role
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_576_score import score_role
-from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import BLOCK_H, BLOCK_N, LOG2_E, NUM_SLOTS
+from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
+    BLOCK_H,
+    BLOCK_N,
+    LOG2_E,
+    NUM_SLOTS,
+    UNALIGNED,
+    VARYING,
+)
 
 # The default partition (scores) gets what the others leave of 512 registers for four threads: 168.
 OPTIONS = {"num_warps": 4, "maxnreg": 128}
@@ -34,34 +41,7 @@ _OUTPUT_REGISTERS = gl.constexpr(160)
 _GATHER_REGISTERS = gl.constexpr(24)
 
 
-# As for the kernel of 512 dimensions.
-_VARYING = [
-    "s_kv",
-    "stride_indices",
-    "topk",
-    "stride_length",
-    "table_rows",
-    "stride_positions",
-    "stride_sf_token",
-    "stride_sf_group",
-    "stride_sf_word",
-    "padding_rows",
-    "num_tokens",
-]
-_UNALIGNED = [
-    "indices_ptr",
-    "length_ptr",
-    "sink_ptr",
-    "table_ptr",
-    "positions_ptr",
-    "max_logits_ptr",
-    "lse_ptr",
-    "sf_ptr",
-    "scale_ptr",
-]
-
-
-@gluon.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
+@gluon.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=UNALIGNED)
 def sparse_mla_prefill_576_kernel(
     q_ptr,
     stride_q_token,

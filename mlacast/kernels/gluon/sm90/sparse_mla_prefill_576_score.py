@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mlacast.kernels.common.sm90_masks import any_masked, apply_mask
+from mlacast.kernels.common.sm90_masks import any_marked, apply_mask
 from mlacast.kernels.common.sm90_rotation import load_angles, opaque, rotate, split_pairs, table_row
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_576_barriers import (
     ALPHA_FREE,
@@ -173,7 +173,7 @@ def score_role(
         mbarrier.wait(barriers.index(K_READY + slot), phase)
         fence_async_shared()
         s = _start_scores(barriers, query, k_smem.index(slot), tail_smem, S)
-        masked = any_masked(mask_smem.index(slot))
+        masked = any_marked(mask_smem.index(slot))
         # The rescale factors of this tile come where the final factors of the last one are.
         mbarrier.wait(barriers.index(FACTOR_FREE), tile_phase ^ 1)
         running_max = gl.full((BLOCK_H,), -float("inf"), gl.float32, ROW)
@@ -190,7 +190,7 @@ def score_role(
             mbarrier.wait(barriers.index(K_READY + slot), phase)
             _publish_weights(barriers, p, alpha, p_smem, alpha_smem, count)
             s = _start_scores(barriers, query, k_smem.index(slot), tail_smem, S)
-            masked = any_masked(mask_smem.index(slot))
+            masked = any_marked(mask_smem.index(slot))
             s = warpgroup_mma_wait(1, deps=[s])
             mbarrier.arrive(barriers.index(P_GO + (count & 1)), count=1)
             s = warpgroup_mma_wait(0, deps=[s])

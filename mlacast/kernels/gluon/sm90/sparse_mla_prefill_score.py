@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mlacast.kernels.common.sm90_masks import any_masked
+from mlacast.kernels.common.sm90_masks import any_marked
 from mlacast.kernels.common.sm90_rotation import (
     load_angles,
     rotate,
@@ -191,8 +191,8 @@ def score_role(
         p, alpha, base, running_max, partial_sum = _softmax(
             s, base, running_max, partial_sum, score_scale, PARTIAL, True
         )
-        # The same search as for masked keys; the last block is here, and with it all of the tile.
-        alive = any_masked(alive_smem.index(tiles))
+        # The last block is here, and with it what the gather role knows of the whole tile.
+        alive = any_marked(alive_smem.index(tiles))
         tiles = (tiles + 1) & 3
         buffer = count & 1
         mbarrier.wait(p_free.index(buffer), ((count >> 1) & 1) ^ 1)

@@ -12,6 +12,33 @@ NUM_SLOTS = gl.constexpr(3)
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 
+# Counts and strides that vary while serving must not pick another variant of the kernel.
+VARYING = [
+    "s_kv",
+    "stride_indices",
+    "topk",
+    "stride_length",
+    "table_rows",
+    "stride_positions",
+    "stride_sf_token",
+    "stride_sf_group",
+    "stride_sf_word",
+    "padding_rows",
+    "num_tokens",
+]
+# Nor must where a slice of a bigger buffer happens to start.
+UNALIGNED = [
+    "indices_ptr",
+    "length_ptr",
+    "sink_ptr",
+    "table_ptr",
+    "positions_ptr",
+    "max_logits_ptr",
+    "lse_ptr",
+    "sf_ptr",
+    "scale_ptr",
+]
+
 
 @gluon.jit
 def next_slot(slot):
