@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mlacast.ops.kv_cache_gather import kv_cache_gather
     from mlacast.ops.merge_attention_states import merge_attention_states
     from mlacast.ops.quantize_output import quantize_output
+    from mlacast.ops.quantized_linear import quantized_linear
     from mlacast.ops.rope_quantize_fp8 import rope_quantize_fp8
     from mlacast.ops.schedule import SparseDecodeSchedule, plan_sparse_decode, workspace_size
     from mlacast.ops.sparse_mla_decode import sparse_mla_decode
@@ -56,13 +57,14 @@ _EXPORTS = {
     "merge_attention_states": "mlacast.ops.merge_attention_states",
     "plan_sparse_decode": "mlacast.ops.schedule",
     "quantize_output": "mlacast.ops.quantize_output",
+    "quantized_linear": "mlacast.ops.quantized_linear",
     "rope_quantize_fp8": "mlacast.ops.rope_quantize_fp8",
     "sparse_mla_decode": "mlacast.ops.sparse_mla_decode",
     "sparse_mla_prefill": "mlacast.ops.sparse_mla_prefill",
     "v_up_project": "mlacast.ops.v_up_project",
     "workspace_size": "mlacast.ops.schedule",
 }
-_SUBPACKAGES = ("compat", "integrations", "layers", "reference")
+_SUBPACKAGES = ("compat", "distributed", "integrations", "layers", "reference")
 
 __all__ = [
     "Bf16",
@@ -87,6 +89,7 @@ __all__ = [
     "merge_attention_states",
     "plan_sparse_decode",
     "quantize_output",
+    "quantized_linear",
     "rope_quantize_fp8",
     "sparse_mla_decode",
     "sparse_mla_prefill",

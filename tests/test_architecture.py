@@ -29,7 +29,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "compat": LEAVES | {"ops", "api", "call_log", "layers"},
     "integrations": LEAVES | {"ops", "api"},
     "distributed": LEAVES | {"ops", "api"},
-    "layers": LEAVES | {"ops", "api"},
+    "layers": LEAVES | {"ops", "api", "distributed"},
     "testing": LEAVES | {"reference"},
     "bench": LEAVES | {"reference", "api"},
     "cli": LEAVES | {"api", "testing", "integrations", "bench", "call_log"},

@@ -230,6 +230,7 @@ PublicFunction = Callable[..., Any]
 
 def public_functions() -> dict[str, PublicFunction]:
     """Every public function of the package, by the name a user writes."""
+    from mlacast import distributed
     from mlacast.compat import flash_mla, flashinfer, mate
     from mlacast.compat.flash_mla import fused_norm_rope_attn_rope_cast as fused
     from mlacast.integrations import transformers as integration
@@ -240,6 +241,7 @@ def public_functions() -> dict[str, PublicFunction]:
         ("flashinfer", flashinfer),
         ("mate", mate),
         ("fused_norm_rope_attn_rope_cast", fused),
+        ("distributed", distributed),
         ("integrations.transformers", integration),
     ]
     return {

@@ -100,7 +100,8 @@ def _profiling_step(layer: MLAAttention, q: Tensor) -> tuple[MLAMetadata, Tensor
     kv_format = layer.kv_format
     width = 576 if kv_format.d_qk is None else None
     cache = kv_format.allocate(0, 1, d_qk=width, device=q.device)
-    return MLAMetadata.build([], [], none, 1), cache
+    ranks = {"dcp_rank": layer.dcp_rank, "dcp_world_size": layer.dcp_world_size}
+    return MLAMetadata.build([], [], none, 1, **ranks), cache
 
 
 log_public_functions(__name__)

@@ -49,5 +49,23 @@ MIXED_POOL_FEATURES = frozenset(
     if main != extra
 )
 
+# What the products that consume a quantised output may be asked for, formats apart.
+PROJECT_FEATURES = frozenset(
+    {
+        "weights:plain",
+        "weights:blocks_128",
+        "weights:groups_32",
+        "weights:strided_scales",
+        "weights:far_apart",
+        "features:partial_blocks",
+        "rows:unaligned",
+        "scales:of_a_range",
+        "columns:not_of_8",
+        "features:not_of_512",
+        "tokens:not_of_4",
+        "groups:apart",
+    }
+)
+
 ROPE_FEATURES = frozenset({"rope:interleaved", "rope:half"})
 FP8_FEATURES = frozenset({"out:float8_e4m3fn", "out:float8_e5m2"})

@@ -11,6 +11,7 @@ from mlacast.dispatch.features import (
     LAYOUT_FEATURES,
     MIXED_POOL_FEATURES,
     OUT_FEATURES,
+    PROJECT_FEATURES,
     QUERY_FEATURES,
     ROPE_FEATURES,
 )
@@ -67,6 +68,7 @@ OPS = (
     "kv_cache_append",
     "kv_cache_gather",
     "grouped_out_project",
+    "quantized_linear",
 )
 
 _REFERENCE = tuple(Impl(op, "reference", f"mlacast.reference.launch:{op}") for op in OPS)
@@ -83,7 +85,6 @@ _HOPPER_QUERY = frozenset(
         "attn_sink",
     }
 )
-_HOPPER_OUT = OUT_FEATURES - {"out:nvfp4"}
 _HOPPER_POOLS = frozenset(
     {
         "kv:V32",
@@ -107,7 +108,7 @@ _HOPPER = (
         "hopper",
         "mlacast.kernels.gluon.sm90.sparse_mla_prefill:launch_sparse_mla_prefill",
         frozenset({"sm90"}),
-        _HOPPER_QUERY | _HOPPER_OUT,
+        _HOPPER_QUERY | OUT_FEATURES,
         ("triton",),
     ),
     Impl(
@@ -115,7 +116,7 @@ _HOPPER = (
         "hopper",
         "mlacast.kernels.gluon.sm90.sparse_mla_prefill_576:launch_sparse_mla_prefill_576",
         frozenset({"sm90"}),
-        (_HOPPER_QUERY | _HOPPER_OUT | {"d_qk:576"}) - {"d_qk:512", "q_order:chunk16", "q_norm"},
+        (_HOPPER_QUERY | OUT_FEATURES | {"d_qk:576"}) - {"d_qk:512", "q_order:chunk16", "q_norm"},
         ("triton",),
     ),
     Impl(
@@ -123,7 +124,7 @@ _HOPPER = (
         "hopper",
         "mlacast.kernels.gluon.sm90.sparse_mla_decode:launch_sparse_mla_decode",
         frozenset({"sm90"}),
-        _HOPPER_QUERY | _HOPPER_OUT | _HOPPER_POOLS | DECODE_FEATURES | {"d_qk:576"},
+        _HOPPER_QUERY | OUT_FEATURES | _HOPPER_POOLS | DECODE_FEATURES | {"d_qk:576"},
         ("triton",),
         "mlacast.kernels.config.sparse_attention:plan_hopper_decode",
     ),
@@ -207,6 +208,78 @@ _PORTABLE_LAYER = (
     ),
 )
 
+# Consumers of the quantised output. The Hopper ones multiply codes by codes.
+_FLOAT32_128 = frozenset(
+    f"out:fp8_group:128:{sf}:{layout}"
+    for sf in ("float32", "float32_pow2")
+    for layout in ("row_major", "mn_major")
+)
+_FLOAT32_128_MN = frozenset(name for name in _FLOAT32_128 if name.endswith("mn_major"))
+_UE8M0_32 = frozenset(
+    {
+        "out:mxfp8:head",
+        "out:fp8_group:32:ue8m0_packed:row_major",
+        "out:fp8_group:32:ue8m0_packed:mn_major",
+    }
+)
+_HOPPER_PRODUCTS = (_FLOAT32_128 | _UE8M0_32 | PROJECT_FEATURES) - {
+    "weights:plain",
+    "weights:far_apart",
+    "features:partial_blocks",
+    "rows:unaligned",
+    "groups:apart",
+}
+_CONSUMERS = (
+    Impl(
+        "grouped_out_project",
+        "hopper",
+        "mlacast.kernels.vendor.deep_gemm_grouped_out_project:launch_grouped_out_project",
+        frozenset({"sm90"}),
+        _FLOAT32_128_MN | {"weights:blocks_128", "tokens:not_of_4", "features:not_of_512"},
+        ("deep_gemm",),
+    ),
+    Impl(
+        "grouped_out_project",
+        "hopper",
+        "mlacast.kernels.gluon.sm90.grouped_out_project:launch_grouped_out_project",
+        frozenset({"sm90"}),
+        _HOPPER_PRODUCTS,
+        ("triton",),
+    ),
+    # Where there is no triton.
+    Impl(
+        "grouped_out_project",
+        "hopper",
+        "mlacast.kernels.vendor.scaled_mm_grouped_out_project:launch_grouped_out_project",
+        frozenset({"sm90"}),
+        _FLOAT32_128_MN | {"weights:blocks_128"},
+    ),
+    Impl(
+        "grouped_out_project",
+        "triton",
+        "mlacast.kernels.triton.grouped_out_project:launch_grouped_out_project",
+        PORTABLE_ARCHS,
+        OUT_FEATURES | PROJECT_FEATURES,
+        ("triton",),
+    ),
+    Impl(
+        "quantized_linear",
+        "hopper",
+        "mlacast.kernels.gluon.sm90.grouped_out_project:launch_quantized_linear",
+        frozenset({"sm90"}),
+        _HOPPER_PRODUCTS,
+        ("triton",),
+    ),
+    Impl(
+        "quantized_linear",
+        "triton",
+        "mlacast.kernels.triton.grouped_out_project:launch_quantized_linear",
+        PORTABLE_ARCHS,
+        OUT_FEATURES | PROJECT_FEATURES,
+        ("triton",),
+    ),
+)
+
 # Rotations and casts to bytes, and the caches that such bytes are kept in.
 _PORTABLE_BYTES = (
     Impl(
@@ -235,4 +308,6 @@ _PORTABLE_BYTES = (
     ),
 )
 
-IMPLS: tuple[Impl, ...] = _HOPPER + _PORTABLE + _PORTABLE_LAYER + _PORTABLE_BYTES + _REFERENCE
+IMPLS: tuple[Impl, ...] = (
+    _HOPPER + _PORTABLE + _PORTABLE_LAYER + _CONSUMERS + _PORTABLE_BYTES + _REFERENCE
+)

@@ -45,11 +45,13 @@ def judge(impl: Impl, required: Iterable[str], arch: str) -> Verdict:
         return Verdict(
             impl.backend, f"needs {' or '.join(sorted(impl.archs))}, the call runs on {arch}"
         )
+    missing = sorted(set(required) - impl.features) if impl.features is not None else []
+    if missing:
+        return Verdict(impl.backend, f"missing {', '.join(missing)}")
     absent = [module for module in impl.requires if not is_installed(module)]
     if absent:
         return Verdict(impl.backend, f"needs {', '.join(absent)}, found none", needs_package=True)
-    missing = sorted(set(required) - impl.features) if impl.features is not None else []
-    return Verdict(impl.backend, f"missing {', '.join(missing)}" if missing else "")
+    return Verdict(impl.backend, "")
 
 
 def select(
@@ -80,17 +82,22 @@ def select(
     if backend is not None:
         check_choice(op, "backend", backend, (None, *BACKENDS))
     rows = [impl for impl in impls if impl.op == op and backend in (None, impl.backend)]
-    reasons, missing = [], []
+    reasons, missing, wanting = [], [], None
     for impl in rows:
         verdict = judge(impl, required, arch)
         if verdict.covers:
             return impl
-        if backend is not None and verdict.needs_package:
-            raise ImportError(
-                f"{op}: backend {backend!r} {verdict.reason} (pip install 'mlacast[triton]')"
-            )
+        if verdict.needs_package:
+            wanting = (impl, verdict)
         reasons.append(f"{impl.backend}: {verdict.reason}")
         missing.append(verdict.reason)
+    if backend is not None and wanting is not None:
+        impl, verdict = wanting
+        module = next(module for module in impl.requires if not is_installed(module))
+        extra = module.replace("_", "")
+        raise ImportError(
+            f"{op}: backend {backend!r} {verdict.reason} (pip install 'mlacast[{extra}]')"
+        )
     if not rows:
         have = ", ".join(sorted({impl.backend for impl in impls if impl.op == op})) or "none"
         reasons.append(f"{backend}: has no implementation of it; available: {have}")

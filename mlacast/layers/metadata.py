@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mlacast.errors import UnsupportedError, check_tensor, check_type, fail
+from mlacast.distributed.shard import KvShard
+from mlacast.errors import check_tensor, check_type, fail
 from mlacast.layers.context_plan import Run, plan_prefill
 
 OP = "MLAMetadata.build"
@@ -27,20 +28,24 @@ class MLAMetadata:
     Attributes:
         query_lens: New tokens of each request.
         context_lens: Tokens of each request that were cached before this step.
-        block_table: [B, pages] int32 pages of each request.
+        block_table: [B, pages] int32 pages of each request, on this rank.
         page_size: Tokens of a page.
+        shard: Which tokens of a request this rank keeps; all in a world of 1.
         num_decodes: Requests that attend in absorbed form.
         num_decode_tokens: Their tokens, the first rows of the step.
         decode_query_len: Tokens of each row of the two tensors below: those of a decoding request
-            if all have the same, else 1.
+            if all have the same, else 1, and 1 where tokens are spread over ranks: what one of them
+            sees of a rank's tokens does not grow by one for the next.
         decode_table: [num_decode_tokens / decode_query_len, pages] int32.
-        decode_seq_lens: As many, int32: cached tokens that the last token of a row sees.
+        decode_seq_lens: As many, int32: cached tokens that the last token of a row sees, of
+            those that this rank keeps.
     """
 
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
     block_table: Tensor
     page_size: int
+    shard: KvShard
     num_decodes: int
     num_decode_tokens: int
     decode_query_len: int
@@ -67,13 +72,15 @@ class MLAMetadata:
                 of 0 tokens may stand anywhere.
             context_lens: Tokens of each request in the cache before this step, likewise.
             block_table: [B, pages] int32, contiguous rows, on the device of the layer. A page
-                number outside of the cache does not count.
+                number outside of the cache does not count. With more ranks than one, the pages of
+                this rank, which hold the tokens that it keeps, one behind the other.
             page_size: Tokens of a page, as in the cache.
             decode_threshold: Most new tokens of a request that attends in absorbed form, at least
                 1; more than 1 for speculative decoding.
-            dcp_rank: 0: decode context parallelism is not built yet.
-            dcp_world_size: 1, likewise.
-            dcp_interleave: At least 1, without effect in a world of 1.
+            dcp_rank: Rank of this process in the ``dcp_group`` of the layer.
+            dcp_world_size: Ranks of that group. All of them build metadata of the same lengths.
+            dcp_interleave: Neighbouring tokens of a request that stay on one rank: position p is on
+                rank ``p // dcp_interleave % dcp_world_size``.
 
         Returns:
             The metadata. No requests are allowed.
@@ -81,8 +88,7 @@ class MLAMetadata:
         Raises:
             TypeError: An argument is not of the Python type above.
             ValueError: Lengths that are negative, unequal in number, on a device, out of order or
-                beyond the pages of their request.
-            UnsupportedError: ``dcp_world_size`` other than 1.
+                beyond the pages of their request, or numbers out of their range.
         """
         queries = _lengths("query_lens", query_lens)
         contexts = _lengths("context_lens", context_lens)
@@ -108,22 +114,19 @@ class MLAMetadata:
             check_type(OP, name, number, int, "an int")
             if number < lowest:
                 fail(OP, name, f"be at least {lowest}", number)
-        if dcp_world_size != 1:
-            raise UnsupportedError(
-                f"{OP}: dcp_world_size={dcp_world_size}: decode context parallelism is not built "
-                "yet, the layer runs on one rank",
-                op=OP,
-                missing=("dcp",),
-            )
-        if dcp_rank != 0:
-            fail(OP, "dcp_rank", "be below dcp_world_size=1", dcp_rank)
+        if dcp_rank >= dcp_world_size:
+            fail(OP, "dcp_rank", f"be below dcp_world_size={dcp_world_size}", dcp_rank)
+        shard = KvShard(dcp_rank, dcp_world_size, dcp_interleave)
         room = block_table.shape[1] * page_size
         for request, (new, cached) in enumerate(zip(queries, contexts, strict=True)):
-            if new + cached > room:
+            if shard.local_length(new + cached) > room:
                 requirement = f"leave request {request} within the {room} tokens of its pages"
-                fail(OP, "block_table", requirement, f"{cached} + {new} tokens")
+                actual = f"{cached} + {new} tokens"
+                if dcp_world_size > 1:
+                    actual += f" of which {shard.local_length(new + cached)} are kept here"
+                fail(OP, "block_table", requirement, actual)
         num_decodes = _leading_decodes(queries, decode_threshold)
-        return _with_decodes(queries, contexts, block_table, page_size, num_decodes)
+        return _with_decodes(queries, contexts, block_table, page_size, shard, num_decodes)
 
     @property
     def num_tokens(self) -> int:
@@ -155,6 +158,7 @@ class MLAMetadata:
                 self.block_table[first:],
                 self.page_size,
                 workspace_tokens,
+                self.shard,
             )
             self._runs[workspace_tokens] = runs
         return runs
@@ -196,18 +200,19 @@ def _with_decodes(
     contexts: tuple[int, ...],
     block_table: Tensor,
     page_size: int,
+    shard: KvShard,
     num_decodes: int,
 ) -> MLAMetadata:
     """Fill in what the decode launch reads: a row for each request, or for each token if uneven."""
     device = block_table.device
     active = [request for request in range(num_decodes) if queries[request] > 0]
     lengths = {queries[request] for request in active}
-    per_row = lengths.pop() if len(lengths) == 1 else 1
+    per_row = lengths.pop() if len(lengths) == 1 and shard.world_size == 1 else 1
     owners, seen = [], []
     for request in active:
         for stop in range(per_row, queries[request] + 1, per_row):
             owners.append(request)
-            seen.append(contexts[request] + stop)
+            seen.append(shard.local_length(contexts[request] + stop))
     if owners == list(range(len(owners))):
         # A view, so that who captures a graph may write to either.
         table = block_table[: len(owners)]
@@ -218,6 +223,7 @@ def _with_decodes(
         contexts,
         block_table,
         page_size,
+        shard,
         num_decodes,
         sum(queries[:num_decodes]),
         per_row,

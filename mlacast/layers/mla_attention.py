@@ -5,19 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from mlacast.descriptors.kv_format import KvFormat
+from mlacast.distributed.groups import check_group, check_same_on_all_ranks
 from mlacast.errors import UnsupportedError, check_tensor, check_type, fail
 from mlacast.layers.decode_rows import AbsorbedAttention
 from mlacast.layers.metadata import MLAMetadata
 from mlacast.layers.output_buffer import GroupLayout, output_buffer
 from mlacast.layers.prefill_rows import CachedContext, PrefillRows, zero_rows
 from mlacast.ops.output import Output
+from mlacast.ops.value_checks import validation_requested
 
 OP = "MLAAttention"
 FORWARD = "MLAAttention.forward"
 KV_FORMATS = (KvFormat.BF16, KvFormat.FP8, KvFormat.V32)
+MAX_HEADS = 128
 # What the operations are built for.
 DIMS = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 512}
 D_QK = 192
@@ -31,8 +35,13 @@ class MLAAttention(nn.Module):
     Prefill rows attend densely to the new tokens; with cached context that is merged with chunks of
     it, and the last merge quantises. Both write their rows of one buffer.
 
+    With a ``dcp_group`` the cached tokens are spread over its ranks. Decode rows attend the heads
+    of all ranks to the tokens of each and are merged before W_UV; for prefill rows the context is
+    gathered. Every rank calls the layer for the same requests, and so in the same order.
+
     Args:
-        num_heads: Query heads N of this rank, 1 to 128.
+        num_heads: Query heads N of this rank, 1 to 128; N times the ranks of ``dcp_group`` is at
+            most 128.
         qk_nope_head_dim: 128.
         qk_rope_head_dim: 64.
         v_head_dim: 128.
@@ -47,12 +56,14 @@ class MLAAttention(nn.Module):
         k_scale: For ``FP8`` caches: cached value = code * k_scale. A number or a float32 tensor of
             one element, like ``q_scale``.
         context_workspace_tokens: Most cached tokens that a prefill up-projects at a time.
-        dcp_group: None. Decode context parallelism is not built yet.
+        dcp_group: Group of torch.distributed whose ranks share the cache of a request and have
+            different heads, or None. The transport needs all_gather and all_to_all (NCCL on GPUs,
+            Gloo on the CPU); scales are the same on all ranks.
 
     Raises:
         TypeError: An argument is not of the Python type above.
         ValueError: A shape, dtype or value breaks the contract.
-        UnsupportedError: Dimensions or a cache format that no operation has, or a ``dcp_group``.
+        UnsupportedError: Dimensions or a cache format that no operation has.
     """
 
     kv_b_proj: Tensor
@@ -71,14 +82,14 @@ class MLAAttention(nn.Module):
         q_scale: Scale = 1.0,
         k_scale: Scale = 1.0,
         context_workspace_tokens: int = 65536,
-        dcp_group: Any = None,
+        dcp_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         check_type(OP, "num_heads", num_heads, int, "an int")
-        if not 1 <= num_heads <= 128:
-            fail(OP, "num_heads", "be 1 to 128", num_heads)
+        if not 1 <= num_heads <= MAX_HEADS:
+            fail(OP, "num_heads", f"be 1 to {MAX_HEADS}", num_heads)
         dims = (qk_nope_head_dim, qk_rope_head_dim, v_head_dim, kv_lora_rank)
-        _check_supported(dims, kv_format, dcp_group)
+        _check_supported(dims, kv_format)
         check_type(OP, "scale", scale, (int, float), "a number")
         if not -float("inf") < scale < float("inf"):
             fail(OP, "scale", "be finite", scale)
@@ -98,12 +109,20 @@ class MLAAttention(nn.Module):
         check_type(OP, "context_workspace_tokens", context_workspace_tokens, int, "an int")
         if context_workspace_tokens < 1:
             fail(OP, "context_workspace_tokens", "be at least 1", context_workspace_tokens)
+        rank, world_size = (0, 1) if dcp_group is None else check_group(OP, "dcp_group", dcp_group)
+        if num_heads * world_size > MAX_HEADS:
+            most = MAX_HEADS // world_size
+            requirement = f"be at most {most}, as the {world_size} ranks attend the heads of all"
+            fail(OP, "num_heads", requirement, num_heads)
         self.num_heads = num_heads
         self.scale = float(scale)
         self.kv_format = kv_format
         self.q_scale = q_scale
         self.k_scale = k_scale
         self.context_workspace_tokens = context_workspace_tokens
+        self.dcp_group: dist.ProcessGroup | None = dcp_group
+        self.dcp_rank = rank
+        self.dcp_world_size = world_size
         # The model that owns the weight saves it.
         self.register_buffer("kv_b_proj", kv_b_proj.detach(), persistent=False)
 
@@ -151,6 +170,8 @@ class MLAAttention(nn.Module):
             quant_tma_aligned: Their columns are ceil4(T) apart; None: as they are.
             indices: None to attend to everything, or int32 slots: [decode tokens, topk] for the
                 decode rows, or [T or tokens of ``metadata``, topk] for every row, prefill included.
+                With a ``dcp_group``, slots of this rank, from
+                ``mlacast.distributed.local_indices``; topk may differ between ranks.
             topk_length: [rows of indices] int32 or None: entries of each row that count.
             return_lse: Return the natural-log sums as well.
 
@@ -177,6 +198,7 @@ class MLAAttention(nn.Module):
             q.device,
         )
         num_absorbed = self._absorbed_tokens(q, metadata, indices, topk_length)
+        self._check_ranks(metadata, num_absorbed)
         lse = None
         if return_lse:
             shape = (q.shape[0], self.num_heads)
@@ -204,7 +226,12 @@ class MLAAttention(nn.Module):
             )
             rows.write(
                 metadata.prefill_runs(self.context_workspace_tokens),
-                CachedContext(kv_cache, self.kv_format, self.k_scale if per_tensor else None),
+                CachedContext(
+                    kv_cache,
+                    self.kv_format,
+                    self.k_scale if per_tensor else None,
+                    self._sharing_group,
+                ),
             )
         return output if lse is None else (output, lse)
 
@@ -228,7 +255,13 @@ class MLAAttention(nn.Module):
                 q_scale = self.q_scale
                 sm_scale = sm_scale * q_scale
         attention = AbsorbedAttention(
-            kv_cache, self.kv_format, self.kv_b_proj, sm_scale, v_scale, q_scale
+            kv_cache,
+            self.kv_format,
+            self.kv_b_proj,
+            sm_scale,
+            v_scale,
+            q_scale,
+            self._sharing_group,
         )
         if indices is None:
             return attention.write_dense(q, metadata, out)
@@ -258,6 +291,14 @@ class MLAAttention(nn.Module):
                 device=device,
                 last_dim_contiguous=True,
             )
+        shard = metadata.shard
+        if (shard.rank, shard.world_size) != (self.dcp_rank, self.dcp_world_size):
+            requirement = (
+                f"have dcp_rank={self.dcp_rank} and dcp_world_size={self.dcp_world_size} like the "
+                "dcp_group of the layer"
+            )
+            actual = f"dcp_rank={shard.rank} and dcp_world_size={shard.world_size}"
+            fail(FORWARD, "metadata", requirement, actual)
         if q.shape[0] < metadata.num_tokens:
             requirement = f"have the {metadata.num_tokens} tokens of metadata, or more"
             fail(FORWARD, "q", requirement, q.shape[0])
@@ -271,6 +312,20 @@ class MLAAttention(nn.Module):
         if page_size != metadata.page_size:
             requirement = f"have the {metadata.page_size} tokens per page of metadata"
             fail(FORWARD, "kv_cache", requirement, page_size)
+
+    @property
+    def _sharing_group(self) -> dist.ProcessGroup | None:
+        """The group, if there is another rank in it."""
+        return self.dcp_group if self.dcp_world_size > 1 else None
+
+    def _check_ranks(self, metadata: MLAMetadata, num_absorbed: int) -> None:
+        """Check on request that all ranks make the same step: others would wait for ever."""
+        group = self._sharing_group
+        if group is None or not validation_requested(FORWARD, metadata.device):
+            return
+        lengths = (metadata.query_lens, metadata.context_lens, metadata.num_decodes)
+        step = (*lengths, metadata.shard.interleave, num_absorbed, self.context_workspace_tokens)
+        check_same_on_all_ranks(FORWARD, "metadata", step, group, metadata.device)
 
     def _absorbed_tokens(
         self,
@@ -317,7 +372,7 @@ class MLAAttention(nn.Module):
         fail(FORWARD, "indices", requirement, rows)
 
 
-def _check_supported(dims: tuple[int, ...], kv_format: KvFormat, dcp_group: Any) -> None:
+def _check_supported(dims: tuple[int, ...], kv_format: KvFormat) -> None:
     """Raise UnsupportedError for a layer that no operation can compute."""
     for (name, built), wanted in zip(DIMS.items(), dims, strict=True):
         check_type(OP, name, wanted, int, "an int")
@@ -333,12 +388,6 @@ def _check_supported(dims: tuple[int, ...], kv_format: KvFormat, dcp_group: Any)
             f"{names}",
             op=OP,
             missing=(f"kv:{kv_format.name}",),
-        )
-    if dcp_group is not None:
-        raise UnsupportedError(
-            f"{OP}: dcp_group: decode context parallelism is not built yet, pass None",
-            op=OP,
-            missing=("dcp",),
         )
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import linear
 
 from mlacast.descriptors.kv_format import KvFormat
+from mlacast.distributed.exchange import gather_rows
 from mlacast.layers.context_plan import ContextChunk, Run
 from mlacast.ops.dense_mla_prefill import dense_mla_prefill
 from mlacast.ops.kv_cache_gather import kv_cache_gather
@@ -37,15 +39,20 @@ class CachedContext:
         kv_cache: Cache whose slots the chunks name.
         kv_format: Its format.
         k_scale: Multiplies the values of a per-tensor FP8 cache; None for the others.
+        group: Ranks that share the cache, or None.
     """
 
     kv_cache: Tensor
     kv_format: KvFormat
     k_scale: float | Tensor | None
+    group: dist.ProcessGroup | None
 
-    def read(self, slots: Tensor) -> Tensor:
-        """Return the rows [n, 576] bfloat16 in these slots."""
-        rows = kv_cache_gather(self.kv_cache, slots, self.kv_format)
+    def read(self, chunk: ContextChunk) -> Tensor:
+        """Return the rows [n, 576] bfloat16 of a chunk, whichever ranks keep them."""
+        rows = kv_cache_gather(self.kv_cache, chunk.slots, self.kv_format)
+        if self.group is not None:
+            assert chunk.order is not None, "the plan is that of the group"
+            rows = gather_rows(rows, self.group).index_select(0, chunk.order)
         # Codes are exact in bfloat16, so this rounds once.
         return rows if self.k_scale is None else rows.mul_(self.k_scale)
 
@@ -134,7 +141,7 @@ class PrefillRows:
 
     def _attend_context(self, chunk: ContextChunk, context: CachedContext) -> State:
         """Attend rows to a chunk of their context, all of which they see."""
-        rows = context.read(chunk.slots)
+        rows = context.read(chunk)
         k, v = self._keys_and_values(rows[:, :LATENT], rows[:, LATENT:])
         out, lse = dense_mla_prefill(
             self.q[chunk.start : chunk.stop],

@@ -21,6 +21,10 @@ from typing import Any
 import torch
 
 _OUT = "str out_format, Tensor? out_scale, SymInt row_start, SymInt total_tokens, str backend"
+_PROJECT = (
+    "(Tensor data, Tensor? sf, Tensor weight, Tensor? weight_sf, Tensor(a!) projected, "
+    "str format, Tensor? scale, SymInt row_start, SymInt total_tokens, str backend) -> ()"
+)
 
 SCHEMAS: dict[str, str] = {
     "sparse_mla_prefill": (
@@ -75,10 +79,8 @@ SCHEMAS: dict[str, str] = {
     "kv_cache_gather": (
         "(Tensor cache, Tensor slots, str kv_format, SymInt d_qk, str backend) -> Tensor"
     ),
-    "grouped_out_project": (
-        "(Tensor data, Tensor? sf, Tensor weight, str format, Tensor? scale, SymInt row_start, "
-        "SymInt total_tokens, str backend) -> Tensor"
-    ),
+    "grouped_out_project": _PROJECT,
+    "quantized_linear": _PROJECT,
 }
 
 
@@ -92,23 +94,8 @@ def _fake_kv_cache_gather(
     return torch.empty((slots.shape[0], d_qk), dtype=torch.bfloat16, device=cache.device)
 
 
-def _fake_grouped_out_project(
-    data: torch.Tensor,
-    sf: torch.Tensor | None,
-    weight: torch.Tensor,
-    format: str,
-    scale: torch.Tensor | None,
-    row_start: int,
-    total_tokens: int,
-    backend: str,
-) -> torch.Tensor:
-    shape = (data.shape[0], weight.shape[0], weight.shape[1])
-    return torch.empty(shape, dtype=weight.dtype, device=weight.device)
-
-
 _FAKES: dict[str, Callable[..., Any]] = {
     "kv_cache_gather": _fake_kv_cache_gather,
-    "grouped_out_project": _fake_grouped_out_project,
 }
 
 

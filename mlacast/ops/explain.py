@@ -84,13 +84,14 @@ def _feature_arguments(
 
     ``head_features`` is the width of a head of its output.
     """
-    rope = bound.get("rope")
+    rope, out = bound.get("rope"), bound.get("out")
     translated: dict[str, Any] = {
         "rope_pairing": rope.pairing if isinstance(rope, Rope) else None,
         "rotates_query": rope.rotate_query if isinstance(rope, Rope) else True,
         "out_format": _out_format_of(bound),
         "format": _out_format_of(bound),
         "group_features": _group_features_of(bound, head_features),
+        "out_data": out.data if isinstance(out, QuantizedTensor) else None,
     }
     arguments = {}
     for name in wanted:

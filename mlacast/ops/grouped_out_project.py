@@ -9,16 +9,26 @@ import torch
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.dispatch.arch import arch_of
 from mlacast.dispatch.select import load, requested_backend, select
-from mlacast.errors import check_tensor, check_type
-from mlacast.ops.output import features_of, from_arguments, to_arguments
-from mlacast.ops.query import check_backend
+from mlacast.ops.known_calls import PUBLIC, call_operator
+from mlacast.ops.output import from_arguments
+from mlacast.ops.project_weights import (
+    as_bytes,
+    check_project_arguments,
+    empty_product,
+    project_features,
+    source_arguments,
+)
 
 OP = "grouped_out_project"
-_WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def grouped_out_project(
-    out: QuantizedTensor, weight: torch.Tensor, *, backend: str | None = None
+    out: QuantizedTensor,
+    weight: torch.Tensor,
+    *,
+    weight_sf: torch.Tensor | None = None,
+    weight_order: str = "head",
+    backend: str | None = None,
 ) -> torch.Tensor:
     """Project each group of features with its own matrix: ``bhr,hdr->bhd``.
 
@@ -27,13 +37,22 @@ def grouped_out_project(
 
     Args:
         out: [T, g, f] in any format. ``dequantize`` semantics: features in natural head order, so
-            ``weight`` is never permuted, whatever the element order of the buffer.
-        weight: [g, d_out, f] bfloat16, float16 or float32, last dimension contiguous.
+            ``weight`` is not permuted, whatever the element order of the buffer.
+        weight: [g, d_out, f] bfloat16, float16 or float32, or float8_e4m3fn codes with
+            ``weight_sf``; last dimension contiguous.
+        weight_sf: Scales of e4m3 weights, value = code * scale: float32 [g, ceil(d_out / 128),
+            ceil(f / 128)], one for each 128x128 block; or powers of two, one for each 32 features
+            of a row: uint8 (2**(byte - 127)) or float8_e8m0fnu [g, d_out, f / 32], contiguous, or
+            four bytes to an int32 word, [g, d_out, f / 128] with any strides (MN-major ones, as
+            ``permute_wv_proj`` returns them, are read fastest).
+        weight_order: "head": columns in natural head order. "buffer": columns, and scales per 32,
+            in the order of the buffer, as ``permute_wv_proj`` leaves them; differs for
+            ``Mxfp8("chunk32")`` only.
         backend: "reference", "triton", "hopper", or None for the best that covers the call.
 
     Returns:
-        [T, g, d_out] in the dtype of ``weight``, accumulated in float32. Zero tokens give an empty
-        tensor.
+        [T, g, d_out] in the dtype of ``weight``, bfloat16 for codes, accumulated in float32. Zero
+        tokens give an empty tensor.
 
     Raises:
         TypeError: An argument is not of the Python type above.
@@ -44,53 +63,52 @@ def grouped_out_project(
 
     Source: the grouped out-projection ("bhr,hdr->bhd") of DeepSeek-V4; DeepGEMM's ``fp8_einsum``.
     """
-    check_type(OP, "out", out, QuantizedTensor, "a QuantizedTensor")
-    sizes: dict[str, Any] = {"g": out.num_groups, "f": out.features}
-    check_tensor(
-        OP,
-        "weight",
-        weight,
-        "g d_out f",
-        sizes,
-        dtype=_WEIGHT_DTYPES,
-        device=out.data.device,
-        last_dim_contiguous=True,
-    )
-    check_backend(OP, backend)
-    source = to_arguments(out)
-    projected: torch.Tensor = torch.ops.mlacast.grouped_out_project(
+    values = (out, weight, weight_sf, weight_order, backend)
+    known = PUBLIC.find(OP, values)
+    if known is None:
+        check_project_arguments(OP, out, weight, weight_sf, weight_order, backend, is_grouped=True)
+    projected = empty_product(out, weight)
+    source = source_arguments(out, weight_order)
+    arguments = (
         source.data,
         source.sf,
-        # Forward only: a parameter's result carries no graph that backward could not follow.
-        weight.detach(),
+        weight,
+        as_bytes(weight_sf),
+        projected,
         source.out_format,
         source.scale,
         source.row_start,
         source.total_tokens,
         backend or "",
     )
+    operator = torch.ops.mlacast.grouped_out_project
+    call_operator(operator, OP, known, values, arguments, (projected,))
     return projected
 
 
-def required_features(format: str) -> frozenset[str]:
+def required_features(
+    out: QuantizedTensor, weight: torch.Tensor, weight_sf: torch.Tensor | None, weight_order: str
+) -> frozenset[str]:
     """Features that a backend needs for this call."""
-    return features_of(format)
+    return project_features(out, weight, weight_sf, weight_order)
 
 
 def run(
     data: torch.Tensor,
     sf: torch.Tensor | None,
     weight: torch.Tensor,
+    weight_sf: torch.Tensor | None,
+    projected: torch.Tensor,
     format: str,
     scale: torch.Tensor | None,
     row_start: int,
     total_tokens: int,
     backend: str,
-) -> torch.Tensor:
+) -> Any:
     """Eager body of ``torch.ops.mlacast.grouped_out_project``."""
-    impl = select(
-        OP, required_features(format), arch_of(data.device), requested_backend(OP, backend)
-    )
     out = from_arguments(data, sf, format, scale, row_start, total_tokens)
-    projected: torch.Tensor = load(impl.target)(out, weight)
-    return projected
+    needed = project_features(out, weight, weight_sf, "head")
+    impl = select(OP, needed, arch_of(data.device), requested_backend(OP, backend))
+    if projected.numel() == 0:
+        return None
+    return load(impl.target)(out, weight, weight_sf, projected=projected)

@@ -14,6 +14,7 @@ def layout_features(
     group_features: int,
     sm_scale: float | torch.Tensor,
     caches: Sequence[torch.Tensor | None] = (),
+    codes: torch.Tensor | None = None,
 ) -> frozenset[str]:
     """Features that a backend needs for layout and score scale.
 
@@ -24,6 +25,7 @@ def layout_features(
         sm_scale: Score scale; one that is not above zero does not keep the order of the logits.
         caches: Paged caches whose pages should start at multiples of 16 bytes, with nothing between
             the tokens.
+        codes: Output; if its elements are bytes, rows should start at multiples of 4.
     """
     features = set()
     for tensor in rows:
@@ -37,6 +39,10 @@ def layout_features(
             continue
         apart = cache.shape[1] > 1 and cache.stride(1) != cache.shape[-1]
         if apart or cache.data_ptr() % 16 or cache.stride(0) * cache.element_size() % 16:
+            features.add("rows:unaligned")
+    if codes is not None and codes.element_size() == 1:
+        apart = any(codes.stride(dim) % 4 for dim in (0, 1) if codes.shape[dim] > 1)
+        if codes.data_ptr() % 4 or apart:
             features.add("rows:unaligned")
     if group_features % D_V:
         features.add("groups:partial_heads")

@@ -16,6 +16,7 @@ from mlacast.reference.grouped_out_project import grouped_out_project as _projec
 from mlacast.reference.kv_cache_append import prepare_latent
 from mlacast.reference.merge_attention_states import merge_attention_states as _merge
 from mlacast.reference.quantize_output import quantize_output as _quantize
+from mlacast.reference.quantized_linear import quantized_linear as _linear
 from mlacast.reference.rope_quantize_fp8 import rope_quantize_fp8 as _rope_quantize
 from mlacast.reference.sparse_mla_decode import sparse_mla_decode as _decode
 from mlacast.reference.sparse_mla_prefill import sparse_mla_prefill as _prefill
@@ -166,6 +167,23 @@ def kv_cache_gather(
     return kv_format.gather(cache, slots)
 
 
-def grouped_out_project(out: QuantizedTensor, weight: torch.Tensor) -> torch.Tensor:
-    """Project in float32 and round once to the weight's dtype."""
-    return _project(out, weight).to(weight.dtype)
+def grouped_out_project(
+    out: QuantizedTensor,
+    weight: torch.Tensor,
+    weight_sf: torch.Tensor | None,
+    *,
+    projected: torch.Tensor,
+) -> None:
+    """Fill ``projected``: a float32 product, rounded once."""
+    projected.copy_(_project(out, weight, weight_sf))
+
+
+def quantized_linear(
+    out: QuantizedTensor,
+    weight: torch.Tensor,
+    weight_sf: torch.Tensor | None,
+    *,
+    projected: torch.Tensor,
+) -> None:
+    """Fill ``projected``: a float32 product, rounded once."""
+    projected.copy_(_linear(out, weight, weight_sf))

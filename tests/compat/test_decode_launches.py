@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -59,6 +60,22 @@ def test_mate() -> None:
     with_lse = _launched(lambda: calls.run(call, return_lse=True))
     assert with_lse == ["sparse_mla_decode", "nan_to_num"]
     assert len(_launched(lambda: calls.run(two))) <= 2
+
+
+def test_rope_and_quantise() -> None:
+    """One launch, whether outputs are given or not, and none for a converted argument."""
+    q, k = torch.randn(5, 3, 576).bfloat16(), torch.randn(5, 576).bfloat16()
+    parts = (q[..., 512:], k[:, 512:], q[..., :512], k[:, :512])
+    positions = torch.arange(5, dtype=torch.int32)
+    arguments = (*parts, torch.randn(9, 64), positions)
+    whole = torch.empty(5, 3, 576, dtype=torch.float8_e4m3fn)
+    outputs: dict[str, Any] = {"q_rope_out": whole[..., 512:], "q_nope_out": whole[..., :512]}
+    for given in ({}, outputs):
+        for is_neox in (True, False):
+            launched = _launched(
+                functools.partial(mate.mla_rope_quantize_fp8, *arguments, is_neox=is_neox, **given)
+            )
+            assert launched == ["rope_quantize_fp8"]
 
 
 def test_metadata() -> None:

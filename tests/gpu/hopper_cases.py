@@ -31,6 +31,7 @@ EMPTY_TOKEN = 4
 
 MX = mlacast.Mxfp8("head")
 MX32 = mlacast.Mxfp8("chunk32")
+NVFP4 = mlacast.Nvfp4(50.0)
 # Formats with padding cost a variant for each place.
 ENDS = (True, True)
 MIDDLE = (False, False)

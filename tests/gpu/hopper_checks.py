@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import mlacast
+from mlacast.layouts.sf_swizzled_128x4 import gather_swizzled, scatter_swizzled
 from tests import oracles
 from tests.gpu.hopper_cases import POISON, Case, poisoned_rows, storage_of
 from tests.gpu.low_precision import assert_as_accurate, assert_logarithms, weigh_in_bf16
@@ -116,7 +117,7 @@ def assert_right(case: Case, ends: bool, written: Written, expected: Expected) -
         worst = float(((values - expected.out).abs() - allowed).max())
         assert worst <= 0, f"an element is {worst:.3e} further off than all errors together"
     else:
-        _assert_nearest_codes(case, values, expected)
+        _assert_nearest_codes(written.out, values, expected)
         _assert_scales_between(smaller, written.out, larger)
         _assert_few_differ(written.out, low, exact)
     _assert_padding_is_zero(written.out)
@@ -144,24 +145,42 @@ def _stored(case: Case, ends: bool, rows: Tensor) -> mlacast.QuantizedTensor:
     return out
 
 
-def _assert_nearest_codes(case: Case, values: Tensor, expected: Expected) -> None:
+def nvfp4_scales(out: mlacast.QuantizedTensor) -> Tensor:
+    """What the codes of each element are multiplied by, float64 [num_tokens, features]."""
+    assert isinstance(out.format, mlacast.Nvfp4)
+    rows = swizzled_rows(out, out.num_tokens).view(torch.float8_e4m3fn).double()
+    return rows.repeat_interleave(16, 1) / float(out.format.global_scale)
+
+
+def swizzled_rows(out: mlacast.QuantizedTensor, count: int) -> Tensor:
+    """Scale bytes [count, columns] of rows from the range's first on."""
+    assert out.sf is not None
+    return gather_swizzled(out.sf.view(torch.uint8), out.row_start, count, out.sf.shape[1])
+
+
+def _assert_nearest_codes(out: mlacast.QuantizedTensor, values: Tensor, expected: Expected) -> None:
     """Each value is the nearest one to some number within the slack.
 
     Half a step of e4m3 is 2**-4 of the value, and 2**-10 of the scale among subnormal codes; a
-    scale is at most twice the largest magnitude over 448, or what the floor makes of it.
+    scale is at most twice the largest magnitude over 448, or what the floor makes of it. Half a
+    step of e2m1 is a quarter of the value, or of the scale below it.
     """
-    exact, fmt = expected.out, case.out_format
-    if isinstance(fmt, mlacast.Fp8Tensor):
+    exact, fmt = expected.out, out.format
+    if isinstance(fmt, mlacast.Nvfp4):
+        scales = nvfp4_scales(out).reshape(exact.shape)
+        exact = torch.copysign(torch.minimum(exact.abs(), 6 * scales), exact)
+        half_step = torch.maximum(values.abs(), scales) / 4
+    elif isinstance(fmt, mlacast.Fp8Tensor):
         scale = float(fmt.scale)
         # Whatever is beyond the largest number of the format clips.
         exact = exact.clamp(-448 * scale, 448 * scale)
-        scales = torch.full_like(exact[..., :1], scale)
+        half_step = (values.abs() / 16).clamp_min(scale * 2.0**-10)
     else:
         size = fmt.sf_vec_size
         grouped = (exact.abs() + expected.slack).reshape(*exact.shape[:2], -1, size)
         largest = grouped.amax(3).clamp_min(fmt.amax_floor)
         scales = (2 * largest / 448).repeat_interleave(size, 2)
-    half_step = torch.maximum(values.abs() / 16, scales * 2.0**-10)
+        half_step = torch.maximum(values.abs() / 16, scales * 2.0**-10)
     excess = (values - exact).abs() - half_step - expected.slack
     worst = float(excess.max())
     assert worst <= 1e-9, f"a code is {worst:.3e} further from its number than any rounding"
@@ -204,14 +223,25 @@ def _assert_few_differ(
 def _assert_padding_is_zero(out: mlacast.QuantizedTensor) -> None:
     rows = out.sf_rows_with_padding()
     if rows is not None:
+        if isinstance(out.format, mlacast.Nvfp4):
+            rows = swizzled_rows(out, _swizzled_count(out))
         assert not bool(rows[out.num_tokens :].any()), "padding of the scales is not zero"
+
+
+def _swizzled_count(out: mlacast.QuantizedTensor) -> int:
+    """Rows of swizzled scales that are the range's, padding behind the last token among them."""
+    assert out.sf is not None
+    return out.sf.shape[0] - out.row_start if out.ends_buffer else out.num_tokens
 
 
 def assert_nothing_else_written(out: mlacast.QuantizedTensor) -> None:
     """With the rows of ``out``, and the padding that is theirs, erased, only poison is left."""
     out.data.view(torch.uint8).fill_(POISON)
     rows = out.sf_rows_with_padding()
-    if rows is not None:
+    if rows is not None and isinstance(out.format, mlacast.Nvfp4):
+        poison = torch.full_like(swizzled_rows(out, _swizzled_count(out)), POISON)
+        scatter_swizzled(rows, poison, out.row_start)
+    elif rows is not None:
         rows.view(torch.int32).fill_(POISON * 0x01010101)
     for part in (out.data, out.sf):
         if part is not None:
@@ -224,7 +254,10 @@ def assert_same(first: Written, second: Written, what: str = "a repeat") -> None
     codes = [written.out.data.view(torch.uint8) for written in (first, second)]
     assert torch.equal(*codes), f"{what} has other codes"
     if first.out.sf is not None and second.out.sf is not None:
-        scales = [sf.contiguous().view(torch.int32) for sf in (first.out.sf, second.out.sf)]
+        if isinstance(first.out.format, mlacast.Nvfp4):
+            scales = [swizzled_rows(part.out, part.out.num_tokens) for part in (first, second)]
+        else:
+            scales = [sf.contiguous().view(torch.int32) for sf in (first.out.sf, second.out.sf)]
         assert torch.equal(*scales), f"{what} has other scales"
     assert oracles.same_bits(first.lse, second.lse), f"{what} has another lse"
     if first.max_logits is not None:

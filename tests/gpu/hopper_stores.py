@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 import mlacast
-from tests.format_cases import FP8_GROUPS, FP8_TENSOR, MXFP8_CHUNK32, MXFP8_HEAD, FormatCase
+from tests.format_cases import (
+    FP8_GROUPS,
+    FP8_TENSOR,
+    MXFP8_CHUNK32,
+    MXFP8_HEAD,
+    NVFP4,
+    FormatCase,
+)
 from tests.gpu.hopper_cases import storage_of
 from tests.kernels import store_cases
 
@@ -21,6 +28,7 @@ FAMILIES: tuple[tuple[FormatCase, ...], ...] = (
     (FP8_TENSOR, SATURATED),
     (MXFP8_HEAD,),
     (MXFP8_CHUNK32,),
+    (NVFP4, FormatCase("Nvfp4", scale=1.0), FormatCase("Nvfp4", scale=2.0**-20)),
     *(FP8_GROUPS[first : first + 2] for first in range(0, len(FP8_GROUPS), 2)),
 )
 Store = Callable[[Tensor, Tensor, mlacast.QuantizedTensor], None]
@@ -33,7 +41,7 @@ def family_id(family: tuple[FormatCase, ...]) -> str:
 
 
 def _group_of(case: FormatCase) -> int:
-    return {"Mxfp8": 32, "Fp8Tensor": 64, "Bf16": 64}.get(case.kind, case.group)
+    return {"Mxfp8": 32, "Nvfp4": 16, "Fp8Tensor": 64, "Bf16": 64}.get(case.kind, case.group)
 
 
 def boundary_rows(case: FormatCase, heads: int) -> Tensor:

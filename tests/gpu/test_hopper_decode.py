@@ -16,6 +16,7 @@ from tests.gpu.hopper_cases import (
     MIDDLE,
     MX,
     MX32,
+    NVFP4,
     Case,
     Shape,
     case_id,
@@ -64,6 +65,9 @@ CASES = (
     Case("v32-group64-h48", 48, POW2_64, 6, "half", lengths=True, pools=V32),
     Case("v41-group32", 64, GROUP_32, 8, "half", pools=V41),
     Case("v41-packed", 128, PACKED_128, 16, pools=V41_V41, places=MIDDLE),
+    Case("v41-nvfp4-fused", 64, NVFP4, 8, "interleaved", True, True, True, pools=V41_V41),
+    Case("v4-nvfp4-h40", 40, NVFP4, 1, "half", pools=V4, places=MIDDLE),
+    Case("v32-nvfp4", 128, NVFP4, 16, lengths=True, pools=V32, places=ENDS),
 )
 # The store of a split call is that of the merge: test_hopper_merge.py has every kind of it.
 SPLIT = [case for case in CASES if case.name.endswith(("fused", "v41-bf16", "fp4-inline"))]

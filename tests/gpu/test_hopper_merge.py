@@ -10,6 +10,7 @@ from torch import Tensor
 
 import mlacast
 from tests.gpu.hopper_cases import BEFORE, on_hopper
+from tests.gpu.hopper_checks import nvfp4_scales
 from tests.gpu.split_states import (
     EMPTY_TOKEN,
     Merge,
@@ -85,6 +86,7 @@ FEW_HEADS = ((4, 1, 5), (1100, 1, 2))
 PARTIAL = ((3, 12, 7), (90, 12, 4), (41, 36, 2))
 MX = mlacast.Mxfp8("head")
 MX32 = mlacast.Mxfp8("chunk32")
+NVFP4 = mlacast.Nvfp4(1.0)
 CASES = (
     Case("bf16", mlacast.Bf16(), 16),
     Case("bf16-576-partial", mlacast.Bf16(), 4, "half", True, 576, PARTIAL),
@@ -103,6 +105,10 @@ CASES = (
     Case("group128-packed", mlacast.Fp8Group(128, "ue8m0_packed", "mn_major"), 8, "half", True),
     Case("group64-packed", mlacast.Fp8Group(64, "ue8m0_packed", "row_major"), 8, None, True),
     Case("group32-packed", mlacast.Fp8Group(32, "ue8m0_packed", "mn_major"), 8, "interleaved"),
+    Case("nvfp4", NVFP4, 8, "interleaved", True),
+    Case("nvfp4-half-of-16", NVFP4, 16, "half"),
+    Case("nvfp4-one-head", NVFP4, 1, "half", True, sizes=FEW_HEADS),
+    Case("nvfp4-partial", NVFP4, 4, None, True, sizes=PARTIAL),
 )
 
 
@@ -134,7 +140,11 @@ def assert_same_bytes(merge: Merge, case: Case, states: States, ends: bool) -> N
     if case.out_format.key != "bf16":
         for written in (buffer, expected):
             codes = written.data.view(torch.uint8)
-            codes.masked_fill_(codes == 0x80, 0)
+            if case.out_format.key == "nvfp4":
+                low, high = codes & 0xF, codes & 0xF0
+                codes.copy_(low.masked_fill(low == 8, 0) | high.masked_fill(high == 0x80, 0))
+            else:
+                codes.masked_fill_(codes == 0x80, 0)
     assert_same_storages(buffer, expected)
     assert torch.equal(lse, expected_lse)
 
@@ -159,9 +169,11 @@ def test_infinities_and_nan_of_values_as_in_the_portable_merge(case: Case) -> No
         assert_same_bytes(merge_splits, case, states.on(CUDA), ends=True)
 
 
-def half_steps(case: Case, exact: Tensor, values: Tensor) -> Tensor:
+def half_steps(rows: mlacast.QuantizedTensor, exact: Tensor, values: Tensor) -> Tensor:
     """How far the nearest number of the format may be from ``exact`` [s_q, h, 512]."""
-    fmt = case.out_format
+    fmt = rows.format
+    if isinstance(fmt, mlacast.Nvfp4):
+        return torch.maximum(values.abs(), nvfp4_scales(rows).cpu().reshape(exact.shape)) / 4
     if isinstance(fmt, mlacast.Bf16):
         return 2.0**-8 * exact.abs()
     if isinstance(fmt, mlacast.Fp8Tensor):
@@ -187,7 +199,10 @@ def assert_near_float64(merge: Merge, case: Case, states: States) -> None:
     wanted = exact
     if isinstance(case.out_format, mlacast.Fp8Tensor):
         wanted = exact.clamp(-448 * 0.05, 448 * 0.05)
-    excess = (values - wanted).abs() - half_steps(case, exact, values) - 2 * slack
+    elif isinstance(case.out_format, mlacast.Nvfp4):
+        largest = 6 * nvfp4_scales(rows).cpu().reshape(exact.shape)
+        wanted = torch.copysign(torch.minimum(exact.abs(), largest), exact)
+    excess = (values - wanted).abs() - half_steps(rows, exact, values) - 2 * slack
     assert float(excess.max()) <= 1e-12, f"{float(excess.max()):.3e} further off than any rounding"
     if rows.sf is None:
         return

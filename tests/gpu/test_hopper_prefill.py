@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 
 import mlacast
-from tests.gpu.hopper_cases import ENDS, MIDDLE, MX, MX32, Case, Shape, case_id, on_hopper
+from tests.gpu.hopper_cases import (
+    ENDS,
+    MIDDLE,
+    MX,
+    MX32,
+    NVFP4,
+    Case,
+    Shape,
+    case_id,
+    on_hopper,
+)
 from tests.gpu.hopper_prefill_calls import (
     check_case,
     check_empty_token,
@@ -40,6 +50,9 @@ CASES = (
     Case("group64-pow2", 40, POW2_64, 5, sink=True),
     Case("group32-f32", 64, GROUP_32, 4, lengths=True),
     Case("fp8-tensor", 64, mlacast.Fp8Tensor(0.001), 8, "interleaved", True),
+    Case("nvfp4", 64, NVFP4, 8, "interleaved", True, True, True, "chunk16", places=ENDS),
+    Case("nvfp4-h128-half", 128, NVFP4, 1, "half", True, places=MIDDLE),
+    Case("nvfp4-h40", 40, NVFP4, 5, sink=True, lengths=True),
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import mlacast
-from tests.gpu.hopper_cases import ENDS, MX, MX32, Case, Shape, case_id, on_hopper
+from tests.gpu.hopper_cases import ENDS, MX, MX32, NVFP4, Case, Shape, case_id, on_hopper
 from tests.gpu.hopper_prefill_calls import (
     check_case,
     check_empty_token,
@@ -41,6 +41,8 @@ CASES = (
     Case("group64-pow2", 40, POW2_64, 5, sink=True),
     Case("group32-f32", 64, GROUP_32, 4, lengths=True),
     Case("fp8-tensor", 64, mlacast.Fp8Tensor(0.001), 8, "interleaved"),
+    Case("nvfp4", 128, NVFP4, 16, "interleaved", sink=True, lengths=True, places=ENDS),
+    Case("nvfp4-h40-half", 40, NVFP4, 1, "half"),
 )
 
 

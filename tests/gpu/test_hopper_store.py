@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import mlacast
-from tests.format_cases import MXFP8_CHUNK32, MXFP8_HEAD, FormatCase
+from tests.format_cases import MXFP8_CHUNK32, MXFP8_HEAD, NVFP4, FormatCase
 from tests.gpu.hopper_cases import on_hopper
 from tests.gpu.hopper_stores import (
     FAMILIES,
@@ -30,11 +30,6 @@ from tests.kernels import sm90_probes  # noqa: E402
 pytestmark = on_hopper
 
 
-def _plain(x: Tensor, factors: Tensor, out: mlacast.QuantizedTensor) -> None:
-    del factors
-    sm90_probes.store(x, out)
-
-
 def _scaled(x: Tensor, factors: Tensor, out: mlacast.QuantizedTensor) -> None:
     sm90_probes.store_scaled(x, factors, out, masked=False)
 
@@ -43,9 +38,9 @@ def _masked(x: Tensor, factors: Tensor, out: mlacast.QuantizedTensor) -> None:
     sm90_probes.store_scaled(x, factors, out, masked=True)
 
 
-STORES = {"plain": _plain, "scaled": _scaled, "masked": _masked}
+STORES = {"scaled": _scaled, "masked": _masked}
 # Each is a variant of its kernel.
-TILES = [("plain", 128), ("plain", 40), ("scaled", 128), ("masked", 128), ("masked", 40)]
+TILES = [("scaled", 128), ("scaled", 40), ("masked", 128), ("masked", 40)]
 
 
 @pytest.mark.parametrize(("store", "heads"), TILES)
@@ -56,11 +51,10 @@ def test_bytes(store: str, heads: int, family: tuple[FormatCase, ...]) -> None:
     for case in family:
         for x in (boundary_rows(case, heads), special_rows(heads)):
             check_store(function, case, x, torch.ones(x.shape[:2]), heads // 8, CUDA)
-            if store != "plain":
-                scaled, factors = draw_factors(x)
-                if store == "masked":
-                    factors[torch.rand(factors.shape) < 0.2] = 0.0
-                check_store(function, case, scaled, factors, heads // 8, CUDA)
+            scaled, factors = draw_factors(x)
+            if store == "masked":
+                factors[torch.rand(factors.shape) < 0.2] = 0.0
+            check_store(function, case, scaled, factors, heads // 8, CUDA)
         x = torch.randn(5, heads, 512)
         ones = torch.ones(x.shape[:2])
         # Rows that nobody writes keep their bytes; the range that ends a buffer clears its padding.
@@ -68,11 +62,21 @@ def test_bytes(store: str, heads: int, family: tuple[FormatCase, ...]) -> None:
         check_store(function, case, x, ones, heads // 8, CUDA, (2, 5))
 
 
-@pytest.mark.parametrize("store", ["plain", "masked"])
+@pytest.mark.parametrize("store", ["scaled", "masked"])
 @pytest.mark.parametrize(("heads", "groups"), [(64, 1), (6, 1), (64, 64), (66, 33)])
-@pytest.mark.parametrize("case", [MXFP8_HEAD, MXFP8_CHUNK32], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [MXFP8_HEAD, MXFP8_CHUNK32, NVFP4], ids=lambda case: case.id)
 def test_any_number_of_heads_in_a_group(
     case: FormatCase, heads: int, groups: int, store: str
 ) -> None:
     """A word of scales belongs to four heads, to four blocks of one, or to fewer of both."""
     check_store(STORES[store], case, torch.randn(3, heads, 512), torch.ones(3, heads), groups, CUDA)
+
+
+@pytest.mark.parametrize("store", ["scaled", "masked"])
+@pytest.mark.parametrize("heads", [64, 6])
+def test_swizzled_scales_of_ranges_that_cut_tiles_of_128_rows(heads: int, store: str) -> None:
+    x = torch.randn(300, heads, 512)
+    ones = torch.ones(x.shape[:2])
+    for bounds, total in (((300,), 300), ((100, 130, 257, 300), 300), ((127, 129), 520)):
+        part = x[: bounds[-1]]
+        check_store(STORES[store], NVFP4, part, ones[: len(part)], 1, CUDA, bounds, total)

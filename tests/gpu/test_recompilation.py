@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import mlacast
+from mlacast.ops.decode_metadata import decode_metadata as plan_parts
 from tests.gpu.steps import CUDA, Step, decode_step, prefill_step
 
 pytest.importorskip("triton", reason="the portable kernels need triton")
@@ -24,13 +25,20 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_kernel import (  # noqa: E402
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_merge import merge_splits_kernel  # noqa: E402
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill import sparse_mla_prefill_kernel  # noqa: E402
-from mlacast.kernels.triton import sparse_mla_decode, sparse_mla_prefill  # noqa: E402
+from mlacast.kernels.triton import (  # noqa: E402
+    decode_metadata,
+    dense_mla_decode,
+    sparse_mla_decode,
+    sparse_mla_prefill,
+)
 from mlacast.ops import known_calls  # noqa: E402
 
 KERNELS = (
     sparse_mla_prefill._sparse_mla_prefill_kernel,
     sparse_mla_decode._sparse_mla_decode_kernel,
     combine_splits.combine_splits_kernel,
+    dense_mla_decode._dense_mla_decode_kernel,
+    decode_metadata._decode_metadata_kernel,
     sparse_mla_prefill_kernel,
     sparse_mla_decode_kernel,
     merge_splits_kernel,
@@ -166,3 +174,58 @@ def test_nothing_compiles_after_warm_up(
         except NewVariantError as error:
             problems.append(f"call {number}: {error}")
     assert not problems, "\n".join(problems)
+
+
+def _dense_call(requests: int, first: int = 0, pages: int = 40, width: int = 10) -> None:
+    """A dense decode of some requests, whose tables and lengths start anywhere."""
+    q = torch.randn(requests, 1, HEADS, 576, device=CUDA).to(torch.float8_e4m3fn)
+    cache = torch.zeros(pages, 64, 576, dtype=torch.uint8, device=CUDA).view(torch.float8_e4m3fn)
+    table = torch.randint(0, pages, (requests + first, width + 2), dtype=torch.int32, device=CUDA)
+    lengths = torch.full((requests + first,), 64 * width, dtype=torch.int32, device=CUDA)
+    mlacast.dense_mla_decode(
+        q,
+        cache,
+        table[first:, :width],
+        lengths[first:],
+        kv_format=mlacast.KvFormat.FP8,
+        sm_scale=0.05,
+        backend="triton",
+    )
+
+
+def test_dense_decode_compiles_nothing_after_warm_up(watch: Watch) -> None:
+    """Requests, pages, widths of tables and where they start; with and without splits."""
+    for requests in (1, 16, 300):
+        _dense_call(requests)
+    _dense_call(300, width=1)
+    watch.closed = True
+    for requests in (1, 3, 15, 17, 64, 299):
+        _dense_call(requests)
+    for first in (1, 2, 3):
+        _dense_call(4, first)
+    for pages in (1, 3, 33):
+        _dense_call(2, pages=pages)
+    for width in (1, 2, 3, 9, 70):
+        _dense_call(4, width=width)
+
+
+def test_metadata_compiles_nothing_after_warm_up(watch: Watch) -> None:
+    """Requests, parts, bounds and where the lengths start, each size of a program seen once."""
+    lengths = torch.randint(0, 3000, (8192,), dtype=torch.int32, device=CUDA)
+
+    def call(batch: int, first: int = 0, parts: int = 132, topk: int | None = 2048) -> None:
+        some = lengths[first : first + batch]
+        plan_parts(some, num_parts=parts, topk=topk, backend="triton")
+
+    for batch in (16, 100, 2000):
+        call(batch)
+        call(batch, topk=None)
+    watch.closed = True
+    for batch in (1, 2, 15, 64, 65, 1024, 1025, 8192):
+        call(batch)
+    for first in (1, 2, 3):
+        call(16, first)
+    for parts in (1, 2, 16, 131):
+        call(16, parts=parts)
+    for topk in (0, 1, 16, 64, None):
+        call(16, topk=topk)

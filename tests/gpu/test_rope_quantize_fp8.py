@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import mlacast
+from mlacast.compat import mate
 from mlacast.compat.flashinfer import rope_quantize_fp8_append_paged_kv_cache
 from tests.gpu.cache_steps import kernels_of, nothing_compiles, replayed
 from tests.gpu.steps import CUDA
@@ -114,6 +115,13 @@ def test_one_launch_that_graphs_capture(tokens: int) -> None:
     whole.view(torch.uint8).fill_(0x5A)
     graph.replay()
     assert torch.equal(whole.view(torch.uint8), expected)
+
+
+def test_mates_function_takes_one_launch() -> None:
+    arguments = _arguments(RopeQuantizeCase(), 33, 128, CUDA)
+    arguments["pos_ids"] = arguments.pop("positions")
+    names = kernels_of(lambda: mate.mla_rope_quantize_fp8(**arguments))
+    assert len(names) == 1 and "rope_quantize_fp8" in names[0], names
 
 
 def test_pages_take_one_launch() -> None:

@@ -139,7 +139,7 @@ def test_other_models_are_refused_by_name(undo: bool) -> None:
         )
     )
     function = unfuse if undo else fuse
-    supported = r"model must be a DeepseekV4ForCausalLM or DeepseekV4Model of transformers, got "
+    supported = r"must be one of DeepseekV3ForCausalLM, .*DeepseekV4Model of transformers, got "
     for other in (llama, nn.Linear(2, 2), attentions(original())[0], None, "deepseek"):
         with pytest.raises(TypeError, match=supported + type(other).__name__):
             function(other)

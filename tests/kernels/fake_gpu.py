@@ -98,14 +98,18 @@ _OPERATIONS = (
     "dense_mla_prefill",
     "merge_attention_states",
     "v_up_project",
+    "grouped_out_project",
+    "quantized_linear",
 )
 _MODULES = (
     "common.combine_splits",
     "triton.dense_mla_prefill",
+    "triton.grouped_out_project",
     "triton.merge_attention_states",
     "triton.v_up_project",
     "triton.sparse_mla_decode",
     "triton.sparse_mla_prefill",
+    "gluon.sm90.grouped_out_project",
     "gluon.sm90.sparse_mla_decode",
     "gluon.sm90.sparse_mla_decode_merge",
     "gluon.sm90.sparse_mla_prefill",

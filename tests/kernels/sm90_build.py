@@ -86,7 +86,7 @@ def _type_of(argument: str, kind: int) -> str:
     if argument in _WORDS:
         return "*i32"
     if argument == "sf_ptr":
-        return {0: "*bf16", 4: "*i32"}.get(kind, "*fp32")
+        return {0: "*bf16", 4: "*i32", 5: "*u8"}.get(kind, "*fp32")
     if argument.endswith("_ptr"):
         return "*fp32"
     return "fp32" if argument in ("eps", "sm_scale", "v_scale") else "i32"

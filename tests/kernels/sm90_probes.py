@@ -1,4 +1,4 @@
-"""Gluon kernels around the storing epilogues of the Hopper kernels, and functions that launch them.
+"""A Gluon kernel around the storing epilogue of the Hopper kernels, and its launch.
 
 The bodies of kernels are another language in Python's clothes, hence no type checks in this file.
 """
@@ -12,7 +12,6 @@ from triton.experimental.gluon import language as gl
 import mlacast
 from mlacast.kernels.common.sm90_rotation import halves
 from mlacast.kernels.common.sm90_scaled_store import store_scaled_block
-from mlacast.kernels.common.sm90_store import store_block
 from mlacast.kernels.common.targets import store_target
 
 BLOCK_H = gl.constexpr(64)
@@ -39,54 +38,6 @@ def _load_accumulator(x_ptr, token, head_start, num_heads, FIRST: gl.constexpr, 
     rows = (token * num_heads + head) * 512
     mask = (head < num_heads)[:, None] & (d >= 0)[None, :]
     return gl.load(x_ptr + rows[:, None] + d[None, :], mask=mask, other=float("nan"))
-
-
-@gluon.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=["sf_ptr", "scale_ptr"])
-def store_block_kernel(
-    x_ptr,
-    data_ptr,
-    sf_ptr,
-    scale_ptr,
-    stride_data_token,
-    stride_data_group,
-    stride_sf_token,
-    stride_sf_group,
-    stride_sf_word,
-    padding_rows,
-    num_heads,
-    FULL_TILES: gl.constexpr,
-    KIND: gl.constexpr,
-    GROUP: gl.constexpr,
-    F: gl.constexpr,
-    CHUNK32: gl.constexpr,
-    AMAX_FLOOR: gl.constexpr,
-):
-    """Store 64 heads of one token of ``x [s_q, h, 512]``. Grid: (s_q, ceil(h / 64))."""
-    token = gl.program_id(0).to(gl.int64)
-    head_start = gl.program_id(1) * BLOCK_H
-    padding = gl.where(token == gl.num_programs(0) - 1, padding_rows, 0)
-    for first in gl.static_range(0, 512, 128):
-        store_block(
-            _load_accumulator(x_ptr, token, head_start, num_heads, first, 128),
-            data_ptr + token * stride_data_token,
-            stride_data_group,
-            sf_ptr,
-            stride_sf_token,
-            stride_sf_group,
-            stride_sf_word,
-            scale_ptr,
-            token,
-            padding,
-            head_start,
-            num_heads,
-            first,
-            FULL_TILES,
-            KIND,
-            GROUP,
-            F,
-            CHUNK32,
-            AMAX_FLOOR,
-        )
 
 
 @gluon.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=["sf_ptr", "scale_ptr"])
@@ -154,15 +105,10 @@ def store_scaled_block_kernel(
 
 
 def constants_of(out: mlacast.QuantizedTensor, heads: int) -> dict[str, object]:
-    """Compile-time arguments that both kernels take from the target."""
+    """Compile-time arguments that the kernel takes from the target."""
     constants = store_target(out).constants
     chosen = {name: constants[name] for name in ("KIND", "GROUP", "F", "CHUNK32", "AMAX_FLOOR")}
     return {"FULL_TILES": heads % 64 == 0, **chosen}
-
-
-def store(x: Tensor, out: mlacast.QuantizedTensor) -> None:
-    """Run ``store_block`` on float32 ``x [s_q, h, 512]``."""
-    _launch(store_block_kernel, (x,), out, constants_of(out, x.shape[1]))
 
 
 def store_scaled(x: Tensor, factor: Tensor, out: mlacast.QuantizedTensor, masked: bool) -> None:
@@ -171,19 +117,10 @@ def store_scaled(x: Tensor, factor: Tensor, out: mlacast.QuantizedTensor, masked
     With ``masked``, rows whose factor is zero are zeros whatever ``x`` holds.
     """
     constants = {**constants_of(out, x.shape[1]), "MASKED": masked}
-    _launch(store_scaled_block_kernel, (x, factor), out, constants)
-
-
-def _launch(
-    kernel: object,
-    inputs: tuple[Tensor, ...],
-    out: mlacast.QuantizedTensor,
-    constants: dict[str, object],
-) -> None:
-    tokens, heads, _ = inputs[0].shape
+    tokens, heads, _ = x.shape
     target = store_target(out)
     numbers = [value for name, value in target.numbers.items() if name != "row_start"]
-    with torch.cuda.device_of(inputs[0]):
-        kernel[(tokens, -(-heads // 64))](
-            *inputs, *target.tensors.values(), *numbers, heads, **constants, **OPTIONS
+    with torch.cuda.device_of(x):
+        store_scaled_block_kernel[(tokens, -(-heads // 64))](
+            x, factor, *target.tensors.values(), *numbers, heads, **constants, **OPTIONS
         )

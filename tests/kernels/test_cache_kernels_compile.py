@@ -18,6 +18,11 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from mlacast.descriptors.kv_format import ALL_KV_FORMATS, KvFormat  # noqa: E402
 from mlacast.kernels.common.record_places import record_constants  # noqa: E402
+from mlacast.kernels.config.caches import (  # noqa: E402
+    append_config,
+    gather_config,
+    rope_quantize_config,
+)
 from mlacast.kernels.triton import (  # noqa: E402
     kv_cache_append,
     kv_cache_gather,
@@ -66,7 +71,9 @@ ROPE = {
     "PAGED": False,
     "IS_E5M2": False,
     "NATIVE": True,
-    "ROWS": 8,
+    "Q_HEADS": 128,
+    "KV_HEADS": 1,
+    "ROWS": rope_quantize_config().rows,
 }
 ROPE_TYPES = {
     **{f"{part}_ptr": "*i16" for part in ("q_rope", "q_nope", "k_rope", "k_nope", "v")},
@@ -77,7 +84,7 @@ ROPE_TYPES = {
 }
 HEADS = {"R": 64, "N_Q": 64, "BLOCK_Q": 64, "N_K": 64, "BLOCK_K": 64, "N_V": 128, "BLOCK_V": 128}
 ROPE_VARIANTS = (
-    Variant("mla", rope_quantize_fp8, ROPE, ROPE_TYPES, 40, 8, 4),
+    Variant("mla", rope_quantize_fp8, ROPE, ROPE_TYPES, 48, 8, 4),
     Variant(
         "mla_interleaved_e5m2",
         rope_quantize_fp8,
@@ -104,8 +111,9 @@ ROPE_VARIANTS = (
 )
 
 FORMATS = tuple(one for one in ALL_KV_FORMATS if not one.name.endswith("_INLINE"))
-# Four programs of 16 rows stay resident below 128 registers, three below 168.
-APPEND_REGISTERS = {"V4": 144, "NVFP4_384": 168, "V41_FP4": 192}
+# Up to 128 registers, four programs of 16 rows stay resident and 8192 rows run at once; three up to
+# 168.
+APPEND_REGISTERS = {"V41_FP4": 168}
 
 
 def _cache_constants(kv_format: KvFormat) -> dict[str, Any]:
@@ -119,12 +127,15 @@ def _cache_types(kv_format: KvFormat) -> dict[str, str]:
     return {**floats, "cache_ptr": cache, "out_ptr": "*i16"}
 
 
-def _append_constants(kv_format: KvFormat, fused: bool) -> dict[str, Any]:
+def _append_constants(kv_format: KvFormat, fused: bool, rows: int) -> dict[str, Any]:
+    config = append_config(rows)
     names = ("HAS_NORM", "HAS_WEIGHT", "HAS_ROPE", "HALF_PAIRING")
     return {
         **_cache_constants(kv_format),
         **dict.fromkeys(names, fused),
-        **(kv_cache_append._SMALL if fused else kv_cache_append._LARGE),
+        "ROWS": config.rows,
+        "TILE": config.tile,
+        "STEP": config.step,
     }
 
 
@@ -133,7 +144,7 @@ CACHE_VARIANTS = (
         Variant(
             f"append_{one.name}",
             kv_cache_append,
-            _append_constants(one, False),
+            _append_constants(one, False, 8192),
             _cache_types(one),
             APPEND_REGISTERS.get(one.name, 128),
             8,
@@ -145,18 +156,27 @@ CACHE_VARIANTS = (
         Variant(
             f"append_{one.name}_fused",
             kv_cache_append,
-            _append_constants(one, True),
+            _append_constants(one, True, 1),
             _cache_types(one),
-            80,
+            96,
             2,
             0,
         )
         for one in FORMATS
     ),
     Variant(
+        "append_V4_fused_chunk",
+        kv_cache_append,
+        _append_constants(KvFormat.V4, True, 8192),
+        _cache_types(KvFormat.V4),
+        128,
+        12,
+        2,
+    ),
+    Variant(
         "append_V4_sm80",
         kv_cache_append,
-        {**_append_constants(KvFormat.V4, False), "NATIVE": False},
+        {**_append_constants(KvFormat.V4, False, 8192), "NATIVE": False},
         _cache_types(KvFormat.V4),
         capability=80,
     ),
@@ -164,7 +184,7 @@ CACHE_VARIANTS = (
         Variant(
             f"gather_{one.name}",
             kv_cache_gather,
-            {**_cache_constants(one), "ROWS": kv_cache_gather._ROWS},
+            {**_cache_constants(one), "ROWS": gather_config().rows},
             _cache_types(one),
             48,
             1,

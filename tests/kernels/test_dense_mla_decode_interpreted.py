@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from mlacast.kernels.triton.dense_mla_decode import launch_dense_mla_decode
 from tests import oracles
 from tests.format_cases import FAMILIES, FormatCase, case_id
 from tests.kernels import launches, store_cases
+from tests.kernels.dense_decode_problems import Problem, make_problem
 from tests.scenarios import CACHES, CacheCase, cache_id
 
 BF16 = CacheCase("BF16", 576)
@@ -25,59 +25,6 @@ OUTPUTS = [(case, (1, 3)[at % 2]) for at, case in enumerate(FAMILIES)]
 def case_name(value: FormatCase | int) -> str:
     """Readable parametrisation id."""
     return case_id(value) if isinstance(value, FormatCase) else f"{value}_splits"
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """Requests over shuffled pages, some entries of the table out of range.
-
-    Attributes:
-        case: Cache format.
-        cache: As the kernel takes it: rows in float32 where they are bfloat16.
-        page_table: [B, max_pages].
-        seq_lens: [B].
-        selected: Rows that each of B * Q tokens sees.
-    """
-
-    case: CacheCase
-    cache: Tensor
-    page_table: Tensor
-    seq_lens: Tensor
-    selected: list[Tensor]
-
-
-def make_problem(
-    case: CacheCase,
-    seq_lens: Sequence[int],
-    *,
-    per_request: int = 2,
-    page_size: int = 5,
-    max_pages: int = 9,
-    causal: bool = True,
-) -> Problem:
-    """Draw a problem; rows that no token sees are NaN."""
-    batch = len(seq_lens)
-    pages = batch * max_pages
-    table = torch.randperm(pages).view(batch, max_pages).int()
-    # One page of each request is missing.
-    table[:, 1] = torch.tensor([-1, pages, 2**31 - 1])[torch.arange(batch) % 3].int()
-    seen: list[list[int]] = []
-    for request, length in enumerate(seq_lens):
-        bounded = min(max(length, 0), max_pages * page_size)
-        for token in range(per_request):
-            stop = bounded - (per_request - 1 - token) if causal else bounded
-            seen.append(
-                [
-                    int(table[request, at // page_size]) * page_size + at % page_size
-                    for at in range(max(stop, 0))
-                    if 0 <= int(table[request, at // page_size]) < pages
-                ]
-            )
-    slots = sorted({slot for line in seen for slot in line})
-    filled = case.fill(num_pages=pages, page_size=page_size, slots=slots or [0])
-    cache = filled.cache.float() if filled.cache.dtype == torch.bfloat16 else filled.cache
-    selected = [filled.rows[torch.tensor(line, dtype=torch.int64)].double() for line in seen]
-    return Problem(case, cache, table, torch.tensor(seq_lens, dtype=torch.int32), selected)
 
 
 def run(
@@ -94,8 +41,11 @@ def run(
         **options,
     }
     lse = torch.full(q.shape[:3], launches.POISON)
+    # The interpreter reads bfloat16 wrongly: such rows in float32.
+    is_rows = problem.cache.dtype == torch.bfloat16
+    cache = problem.cache.float() if is_rows else problem.cache
     launch_dense_mla_decode(
-        q, problem.cache, problem.page_table, problem.seq_lens, out=out, lse=lse, **arguments
+        q, cache, problem.page_table, problem.seq_lens, out=out, lse=lse, **arguments
     )
     return launches.Result(out, lse.flatten(0, 1))
 

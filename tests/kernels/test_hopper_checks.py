@@ -25,6 +25,7 @@ from tests.gpu.hopper_cases import (
     MIDDLE,
     MX,
     MX32,
+    NVFP4,
     Case,
     Shape,
     case_id,
@@ -56,6 +57,8 @@ CASES = (
     Case("group128", 8, mlacast.Fp8Group(128, "ue8m0_packed", "mn_major"), 4, sink=True),
     Case("group64", 8, mlacast.Fp8Group(64, "float32_pow2", "mn_major"), 2),
     Case("tensor", 8, mlacast.Fp8Tensor(0.002), 4),
+    Case("nvfp4", 8, NVFP4, 2, "interleaved", True, True, True, places=ENDS),
+    Case("nvfp4-inside", 8, NVFP4, 1, "half", places=MIDDLE),
 )
 SHAPES = (Shape(14, 192), Shape(10, 64, ends=False))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mlacast.kernels.config.caches import AppendConfig
 from mlacast.kernels.triton import kv_cache_append
 from tests.kernels.cache_launches import (
     assert_append_equals_reference,
@@ -44,11 +45,21 @@ def test_interleaved_rotation_of_strided_rows() -> None:
     )
 
 
-@pytest.fixture
-def _tiny_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+TINY = {
+    "ranges": AppendConfig(rows=4, num_warps=4, tile=16, step=8),
+    "each_row": AppendConfig(rows=4, num_warps=4, tile=0, step=8),
+}
+
+
+def _page_runs(*firsts: int) -> torch.Tensor:
+    """Runs of five neighbours, so that programs of four rows cross from one into the next."""
+    return torch.cat([torch.arange(first, first + 5) for first in firsts])
+
+
+@pytest.fixture(params=list(TINY))
+def _tiny_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles that a few rows already fill: the look at earlier slots takes many steps."""
-    monkeypatch.setattr(kv_cache_append, "_FEW_ROWS", 0)
-    monkeypatch.setattr(kv_cache_append, "_LARGE", {"ROWS": 4, "TILE": 16, "STEP": 8})
+    monkeypatch.setattr(kv_cache_append, "append_config", lambda num_rows: TINY[request.param])
 
 
 @pytest.mark.usefixtures("_tiny_tiles")
@@ -61,12 +72,39 @@ def _tiny_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.tensor([29, *[-1] * 68, 29]),
         torch.cat((torch.arange(35), torch.arange(35).flip(0))),
         torch.randint(-3, 34, (70,)),
+        _page_runs(25, 5, 15, 0, 20, 10),
+        # The second run of a program, and the first one, were written before.
+        _page_runs(10, 0, 25, 0, 15, 25, 5),
+        # Both runs alternate, and one of their slots comes twice.
+        torch.tensor([0, 1, 2, 3, 8, 20, 9, 21, 10, 25, 10, 26, 11, 27, 12, 27]),
+        # Back to a slot of the first run after one of the second, or after no slot.
+        torch.tensor([20, 3, 20, 21, 1, -1, 1, 2, 12, 4, 13, 12]),
+        # A run that does not rise; rows without a slot before and between others.
+        torch.tensor([6, 7, 7, 8, 22, 21, 22, 23, -1, 12, 13, 12, 17, -1, 18, 17]),
+        # Slots that are not in the cache, but whose low halves are.
+        torch.tensor([2**32 + 3, 2**33 + 4, 5, 6, 3, 4, 5, 6, 7, 2**32 + 8, 8, 9]),
+        torch.randint(-3, 34, (70,), dtype=torch.int32),
     ],
-    ids=["cyclic", "falling", "one_slot", "ends", "mirrored", "random"],
+    ids=[
+        "cyclic",
+        "falling",
+        "one_slot",
+        "ends",
+        "mirrored",
+        "random",
+        "pages",
+        "pages_again",
+        "alternating",
+        "back",
+        "not_rising",
+        "low_halves",
+        "random_int32",
+    ],
 )
 def test_the_lowest_row_wins_across_programs_and_tiles(slots: torch.Tensor) -> None:
-    latent = torch.randn(70, 512).bfloat16()
-    options = fused_options("plain", 70)
+    rows = slots.shape[0]
+    latent = torch.randn(rows, 512).bfloat16()
+    options = fused_options("plain", rows)
     assert_append_equals_reference(CacheCase("V41", 512), latent, slots, options)
 
 

@@ -46,6 +46,7 @@ PLAIN = {
 MXFP8 = {"KIND": 4, "GROUP": 32, "F": 4096, "AMAX_FLOOR": 1e-4}
 TWO_POOLS = {"HAS_EXTRA": True, "HAS_LENGTH": True, "HAS_EXTRA_LENGTH": True}
 ROTATED = {"HAS_ROPE": True, "ROTATE_QUERY": True}
+NVFP4 = {"KIND": 5, "GROUP": 16}
 FUSED = PLAIN | MXFP8 | TWO_POOLS | ROTATED | {"HAS_NORM": True, "HAS_SINK": True}
 SPLIT = {"IS_SPLIT": True}
 CHUNKED = {"CHUNK16": True, "CHUNK32": True, "FULL_TILES": False}
@@ -62,6 +63,8 @@ CONFIGURATIONS = {
     "v41-fused": (FUSED, 176),
     "v41-split": (FUSED | SPLIT, 96),
     "v41-inline-chunked": (FUSED | CHUNKED | INLINE, 208),
+    "v41-nvfp4-fused": (FUSED | NVFP4, 256),
+    "v32-nvfp4-partial": (PLAIN | V32 | NVFP4 | {"FULL_TILES": False}, 180),
     "v4-fused": (FUSED | V4, 160),
     "v4-split": (FUSED | V4 | SPLIT, 128),
     "v41-fp4-fused": (FUSED | FP4, 216),

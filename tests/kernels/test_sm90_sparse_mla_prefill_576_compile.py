@@ -41,12 +41,18 @@ CHUNKED = PLAIN | {
 }
 
 
-@pytest.mark.parametrize(
-    ("constants", "spills"),
-    # The gather role's 24 registers leave two words over, the epilogue of chunk32 some more.
-    [(PLAIN, 12), (ROTATED, 36), (CHUNKED, 236)],
-    ids=["plain-bf16", "rotated-half-sink-bf16", "fused-chunk32-mxfp8"],
-)
+NVFP4 = CHUNKED | {"KIND": 5, "GROUP": 16, "CHUNK32": False, "AMAX_FLOOR": 0.0}
+# With the bytes that a thread may spill, once per tile: addresses of the scores.
+CASES = {
+    "plain-bf16": (PLAIN, 4),
+    "rotated-half-sink-bf16": (ROTATED, 12),
+    "fused-chunk32-mxfp8": (CHUNKED, 4),
+    "fused-nvfp4": (NVFP4, 4),
+    "rotated-half-sink-partial-nvfp4": (ROTATED | {"KIND": 5, "GROUP": 16}, 4),
+}
+
+
+@pytest.mark.parametrize(("constants", "spills"), CASES.values(), ids=CASES)
 def test_fits_without_spills_in_a_loop_or_serialised_wgmma(
     constants: dict[str, Any], spills: int
 ) -> None:

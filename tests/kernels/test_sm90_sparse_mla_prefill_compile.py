@@ -42,16 +42,18 @@ def _fp8(kind: int, group: int, **constants: bool) -> dict[str, Any]:
 # loop over keys. Decision 010 says where they come from.
 CASES = {
     "plain-bf16": (PLAIN, 0),
-    "fused-bf16": (FUSED, 16),
-    "fused-fp8-tensor": (_fp8(1, 512), 8),
-    "fused-mxfp8": (_fp8(4, 32), 12),
-    "fused-chunk16-chunk32-mxfp8": (_fp8(4, 32, CHUNK16=True, CHUNK32=True), 12),
-    "fused-half-pairing-mxfp8": (_fp8(4, 32, HALF_PAIRING=True), 12),
-    "fused-partial-tile-mxfp8": (_fp8(4, 32, FULL_TILES=False), 12),
-    "fused-group128-float32": (_fp8(2, 128), 56),
-    "fused-group128-packed": (_fp8(4, 128), 16),
-    "fused-group64-pow2": (_fp8(3, 64), 16),
-    "fused-group32-float32": (_fp8(2, 32), 200),
+    "fused-bf16": (FUSED, 0),
+    "fused-fp8-tensor": (_fp8(1, 512), 0),
+    "fused-mxfp8": (_fp8(4, 32), 4),
+    "fused-chunk16-chunk32-mxfp8": (_fp8(4, 32, CHUNK16=True, CHUNK32=True), 4),
+    "fused-half-pairing-mxfp8": (_fp8(4, 32, HALF_PAIRING=True), 20),
+    "fused-partial-tile-mxfp8": (_fp8(4, 32, FULL_TILES=False), 4),
+    "fused-group128-float32": (_fp8(2, 128), 20),
+    "fused-group128-packed": (_fp8(4, 128), 8),
+    "fused-group64-pow2": (_fp8(3, 64), 8),
+    "fused-group32-float32": (_fp8(2, 32), 176),
+    "fused-nvfp4": (_fp8(5, 16), 4),
+    "fused-half-pairing-partial-tile-nvfp4": (_fp8(5, 16, HALF_PAIRING=True, FULL_TILES=False), 4),
 }
 
 

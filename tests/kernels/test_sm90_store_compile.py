@@ -1,6 +1,6 @@
-"""The storing epilogues of the Hopper kernels compile on their own; no GPU is used.
+"""The storing epilogue of the Hopper kernels compiles on its own; no GPU is used.
 
-The kernels around them are those that ``tests/gpu/test_hopper_store.py`` runs.
+The kernel around it is the one that ``tests/gpu/test_hopper_store.py`` runs.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from tests.kernels.sm90_build import needs_gated_triton
 pytestmark = needs_gated_triton
 
 MXFP8: dict[str, Any] = {"KIND": 4, "GROUP": 32, "F": 4096, "AMAX_FLOOR": 1e-4}
+NVFP4: dict[str, Any] = {"KIND": 5, "GROUP": 16}
 CASES: dict[str, dict[str, Any]] = {
     "bf16-partial": {"KIND": 0, "GROUP": 512, "FULL_TILES": False},
     "mxfp8": MXFP8,
     "mxfp8-chunk32-partial": MXFP8 | {"CHUNK32": True, "FULL_TILES": False},
     "group32-float32": MXFP8 | {"KIND": 2},
     "group64-pow2": MXFP8 | {"KIND": 3, "GROUP": 64},
+    "nvfp4": NVFP4,
+    "nvfp4-partial": NVFP4 | {"FULL_TILES": False},
 }
 COMMON: dict[str, Any] = {"FULL_TILES": True, "F": 4096, "CHUNK32": False, "AMAX_FLOOR": 0.0}
 ALIGNED = ("x_ptr", "data_ptr", "stride_data_token", "stride_data_group")
-SF_TYPES = {0: "*bf16", 2: "*fp32", 3: "*fp32", 4: "*i32"}
+SF_TYPES = {0: "*bf16", 2: "*fp32", 3: "*fp32", 4: "*i32", 5: "*u8"}
 
 
 def _compile(kernel: Any, constants: dict[str, Any]) -> Any:
@@ -45,17 +48,14 @@ def _compile(kernel: Any, constants: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
-def test_compiles_without_shared_memory(case: str, scaled: bool) -> None:
-    from tests.kernels.sm90_probes import store_block_kernel, store_scaled_block_kernel
+@pytest.mark.parametrize("masked", [False, True], ids=["scaled", "masked"])
+def test_compiles_without_shared_memory(case: str, masked: bool) -> None:
+    from tests.kernels.sm90_probes import store_scaled_block_kernel
 
     constants = COMMON | CASES[case]
-    if scaled:
-        compiled = _compile(store_scaled_block_kernel, constants | {"MASKED": True})
-    else:
-        compiled = _compile(store_block_kernel, constants)
+    compiled = _compile(store_scaled_block_kernel, constants | {"MASKED": masked})
     assert compiled.metadata.shared == 0, "columns change places by shuffles"
     # Exponents may be bytes; codes and values leave eight at a time.
     assert "st.global.v2.b32" in compiled.asm["ptx"] or "st.global.v4.b32" in compiled.asm["ptx"]
     assert "st.global.b16" not in compiled.asm["ptx"]
-    assert "st.global.b8" not in compiled.asm["ptx"] or constants["KIND"] == 4
+    assert "st.global.b8" not in compiled.asm["ptx"] or constants["KIND"] in (4, 5)

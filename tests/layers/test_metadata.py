@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-import mlacast
+from mlacast.distributed import KvShard
 from mlacast.layers import MLAMetadata
 from mlacast.layers.context_plan import ContextChunk, Piece, Run, split_context
 
@@ -139,6 +139,45 @@ def test_a_request_of_many_chunks_is_written_by_its_last() -> None:
     ]
 
 
+def test_decodes_on_two_ranks_see_what_is_kept_there() -> None:
+    """Tokens 0 1 of a request are on rank 0, 2 3 on rank 1, 4 5 on rank 0, and so on."""
+    arguments = ([2, 2, 4], [3, 0, 6], table(3), 4, 2)
+    kept = [MLAMetadata.build(*arguments, rank, 2, 2).decode_seq_lens.tolist() for rank in (0, 1)]
+    # Lengths of 4, 5, 1 and 2 tokens, those of a token each.
+    assert kept == [[2, 3, 1, 2], [2, 2, 0, 0]]
+    metadata = MLAMetadata.build(*arguments, 1, 2, 2)
+    assert metadata.shard == KvShard(1, 2, 2)
+    assert metadata.decode_query_len == 1
+    assert metadata.decode_table[:, 0].tolist() == [10, 10, 20, 20]
+
+
+def test_a_context_on_two_ranks_is_put_in_order() -> None:
+    """Rank 0 keeps tokens 0 1 4 5 8 9 of the first request, rank 1 keeps 2 3 6 7."""
+    arguments = ([2, 3], [10, 3], table(2), 4, 1)
+    chunks = [
+        MLAMetadata.build(*arguments, rank, 2, 2).prefill_runs(7)[0].chunks for rank in (0, 1)
+    ]
+    # Tokens 0-6; then 7-9 with tokens 0-2 of the second request, of which rank 1 keeps the last.
+    assert [chunk.slots.tolist() for chunk in chunks[0]] == [[40, 41, 42, 43], [44, 45, 80, 81]]
+    assert [chunk.slots.tolist() for chunk in chunks[1]] == [[40, 41, 42, -1], [43, 80, -1, -1]]
+    for one, other in zip(*chunks, strict=True):
+        assert one.order is not None
+        assert other.order is not None
+        assert one.order.tolist() == other.order.tolist()
+        assert one.cu_seqlens_k.tolist() == other.cu_seqlens_k.tolist()
+    orders = [chunk.order.tolist() for chunk in chunks[0] if chunk.order is not None]
+    assert orders == [[0, 1, 4, 5, 2, 3, 6], [4, 0, 1, 2, 3, 5]]
+
+
+def test_pages_hold_what_is_kept() -> None:
+    """A page of four tokens for 8 on two ranks; 9 are one too many on the first of them."""
+    one_page = table(1, 1)
+    MLAMetadata.build([1], [7], one_page, 4, 1, 0, 2)
+    MLAMetadata.build([1], [8], one_page, 4, 1, 1, 2)
+    with pytest.raises(ValueError, match="within the 4 tokens of its pages, got 8 . 1 tokens of"):
+        MLAMetadata.build([1], [8], one_page, 4, 1, 0, 2)
+
+
 def test_runs_are_planned_once() -> None:
     metadata = MLAMetadata.build([4], [4], table(1), 4)
     assert metadata.prefill_runs(2) is metadata.prefill_runs(2)
@@ -160,7 +199,10 @@ def test_runs_are_planned_once() -> None:
         ({"block_table": table(2).long()}, ValueError, "block_table must have dtype int32"),
         ({"page_size": 0}, ValueError, "page_size must be at least 1"),
         ({"decode_threshold": 0}, ValueError, "decode_threshold must be at least 1"),
-        ({"dcp_world_size": 2}, mlacast.UnsupportedError, "not built yet"),
+        ({"dcp_world_size": 2, "dcp_rank": 2}, ValueError, "dcp_rank must be below dcp_world_"),
+        ({"dcp_world_size": 0}, ValueError, "dcp_world_size must be at least 1"),
+        ({"dcp_interleave": 0}, ValueError, "dcp_interleave must be at least 1"),
+        ({"dcp_interleave": 2.0}, TypeError, "dcp_interleave must be an int"),
         ({"dcp_rank": 1}, ValueError, "dcp_rank must be below dcp_world_size=1"),
     ],
 )

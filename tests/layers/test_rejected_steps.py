@@ -24,7 +24,7 @@ LAYERS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"qk_rope_head_dim": 32}, mlacast.UnsupportedError, "only 64 is built"),
     ({"kv_format": mlacast.KvFormat.V4}, mlacast.UnsupportedError, "KvFormat.V4"),
     ({"kv_format": "BF16"}, TypeError, "kv_format must be a mlacast.KvFormat"),
-    ({"dcp_group": object()}, mlacast.UnsupportedError, "not built yet, pass None"),
+    ({"dcp_group": object()}, TypeError, "dcp_group must be a torch.distributed.ProcessGroup"),
     ({"scale": None}, TypeError, "scale must be a number"),
     ({"scale": float("nan")}, ValueError, "scale must be finite"),
     ({"kv_b_proj": torch.zeros(511, 512).bfloat16()}, ValueError, "have shape .512, 512."),

@@ -105,6 +105,13 @@ def project(function: Callable[..., Any]) -> object:
     return function(out[1:4], torch.randn(2, 24, 512, dtype=torch.bfloat16))
 
 
+def linear(function: Callable[..., Any]) -> object:
+    out = mlacast.quantize_output(torch.randn(5, 1024), mlacast.Mxfp8(), num_groups=2)
+    codes = torch.randn(24, 1024).to(torch.float8_e4m3fn)
+    scales = torch.randint(120, 130, (24, 32), dtype=torch.uint8)
+    return function(out[1:4], codes, weight_sf=scales, weight_order="buffer")
+
+
 def plan(function: Callable[..., Any]) -> object:
     return function(3, 8, 64, kv_format=KvFormat.V32)
 
@@ -203,6 +210,7 @@ CALLS: dict[str, tuple[str, Call]] = {
     "dense prefill": ("dense_mla_prefill", dense_prefill),
     "v up": ("v_up_project", v_up),
     "project": ("grouped_out_project", project),
+    "linear": ("quantized_linear", linear),
     "plan": ("plan_sparse_decode", plan),
     "flash_mla decode": ("compat.flash_mla.flash_mla_with_kvcache", flash_mla_decode),
     "fused prefill": (

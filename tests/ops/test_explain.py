@@ -58,6 +58,7 @@ def test_a_named_backend_is_explained_as_such() -> None:
         "kv_cache_append",
         "kv_cache_gather",
         "grouped_out_project",
+        "quantized_linear",
     ],
 )
 def test_every_core_op_can_be_explained(op: str) -> None:
@@ -87,6 +88,7 @@ def test_every_core_op_can_be_explained(op: str) -> None:
         "kv_cache_append": ((torch.zeros(2, 512, dtype=torch.bfloat16), slots, cache, v4), {}),
         "kv_cache_gather": ((cache, slots, v4), {}),
         "grouped_out_project": ((buffer, torch.zeros(1, 8, 512)), {}),
+        "quantized_linear": ((buffer, torch.zeros(8, 512)), {}),
     }
     args, kwargs = arguments[op]
     assert "reference" in str(mlacast.explain(op, *args, **kwargs))

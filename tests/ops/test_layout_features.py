@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import mlacast
+from mlacast.dispatch.features import OUT_FEATURES
 from mlacast.dispatch.select import select
 from mlacast.ops.layout import layout_features, pool_features
 
@@ -32,6 +33,22 @@ def test_heads_at_no_multiple_of_16_elements(gap: int) -> None:
 def test_a_start_at_no_multiple_of_16_bytes() -> None:
     wide = torch.zeros(3, 4, 544, dtype=torch.bfloat16)
     assert layout_features((wide[:, :, 1:513],), 512, 0.1) == {"rows:unaligned"}
+
+
+def test_codes_at_no_multiple_of_four_bytes() -> None:
+    """Words of codes leave together; bfloat16 does not."""
+    wide = torch.zeros(3, 2, 530, dtype=torch.uint8)
+    for codes in (wide[:, :, 2:514], wide[:, :, :512], wide[:, :1, 5:517]):
+        assert layout_features((), 512, 0.1, (), codes) == {"rows:unaligned"}
+    for codes in (wide[:1, :1, 4:516], torch.zeros(3, 2, 516, dtype=torch.uint8)[:, :, :512]):
+        assert layout_features((), 512, 0.1, (), codes) == frozenset()
+    codes = wide.view(torch.float8_e4m3fn)[:, :, 2:514]
+    out = mlacast.QuantizedTensor(codes, None, mlacast.Fp8Tensor(1.0))
+    kv, indices = torch.zeros(3, 512).bfloat16(), torch.zeros(3, 1, dtype=torch.int32)
+    found = mlacast.explain("sparse_mla_prefill", query(), kv, indices, sm_scale=1.0, out=out)
+    assert "rows:unaligned" in found.features
+    odd = torch.zeros(3, 2, 515, dtype=torch.bfloat16)
+    assert layout_features((), 512, 0.1, (), odd[:, :, 1:513]) == frozenset()
 
 
 def test_heads_that_32_bits_do_not_reach() -> None:
@@ -80,9 +97,16 @@ def test_pools_on_hopper(main: str, extra: str | None, backend: str) -> None:
     assert select("sparse_mla_decode", features, "sm80").backend == "triton"
 
 
-@pytest.mark.parametrize(
-    "feature", ["rows:unaligned", "heads:far_apart", "groups:partial_heads", "out:nvfp4"]
-)
+@pytest.mark.parametrize("op", ["sparse_mla_prefill", "sparse_mla_decode"])
+@pytest.mark.parametrize("out", sorted(OUT_FEATURES))
+def test_hopper_stores_every_format(op: str, out: str) -> None:
+    pool = pool_features("V4", None) if op == "sparse_mla_decode" else frozenset()
+    for width in ("d_qk:512", "d_qk:576"):
+        features = (PLAIN - {"d_qk:512", "out:bf16"}) | pool | {width, out}
+        assert select(op, features, "sm90").backend == "hopper"
+
+
+@pytest.mark.parametrize("feature", ["rows:unaligned", "heads:far_apart", "groups:partial_heads"])
 def test_what_hopper_leaves_to_the_portable_kernel(feature: str) -> None:
     features = PLAIN | pool_features("V4", None) | {feature}
     assert select("sparse_mla_decode", features, "sm90").backend == "triton"

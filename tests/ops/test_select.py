@@ -35,6 +35,11 @@ def test_a_missing_package_is_skipped_or_named() -> None:
     assert select("op", frozenset({"a"}), "sm90", impls=(ABSENT, TRUTH)) is TRUTH
     with pytest.raises(ImportError, match=r"'triton' needs surely_not_installed, found none"):
         select("op", frozenset({"a"}), "sm90", "triton", (ABSENT, TRUTH))
+    # Another row of the same backend does as well; a missing package is no excuse for what a row
+    # could not do with it either.
+    assert select("op", frozenset({"a", "b"}), "sm90", "triton", (ABSENT, WIDE)) is WIDE
+    with pytest.raises(mlacast.UnsupportedError, match=r"triton: missing b"):
+        select("op", frozenset({"a", "b"}), "sm90", "triton", (ABSENT, TRUTH))
 
 
 def test_only_the_reference_claims_everything_and_covers_every_operation() -> None:

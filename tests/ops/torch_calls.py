@@ -375,6 +375,27 @@ def _project(data: Tensor, sf: Tensor, weight: Tensor) -> Any:
     return mlacast.grouped_out_project(mlacast.QuantizedTensor(data, sf, mlacast.Mxfp8()), weight)
 
 
+def _draw_quantised_project(tokens: int) -> tuple[Tensor, ...]:
+    data, sf, weight = _draw_project(tokens)
+    scales = torch.randint(120, 130, (2, 8, 4), dtype=torch.int32)
+    return data, sf, weight.to(torch.float8_e4m3fn), scales
+
+
+def _quantised_project(data: Tensor, sf: Tensor, weight: Tensor, scales: Tensor) -> Any:
+    out = mlacast.QuantizedTensor(data, sf, mlacast.Mxfp8())
+    return mlacast.grouped_out_project(out, weight, weight_sf=scales)
+
+
+def _draw_linear(tokens: int) -> tuple[Tensor, ...]:
+    data, sf, _ = _draw_project(tokens)
+    return data, sf, torch.randn(8, 1024).to(torch.float8_e4m3fn), torch.rand(1, 8)
+
+
+def _linear(data: Tensor, sf: Tensor, weight: Tensor, scales: Tensor) -> Any:
+    out = mlacast.QuantizedTensor(data, sf, mlacast.Mxfp8())
+    return mlacast.quantized_linear(out, weight, weight_sf=scales)
+
+
 PREFILL_CASES = (
     OpCase("sparse_mla_prefill", _prefill(None), _draw_prefill),
     OpCase("sparse_mla_prefill", _prefill(mlacast.Mxfp8(order="chunk32")), _draw_prefill, "mxfp8"),
@@ -402,5 +423,7 @@ OTHER_CASES = (
     OpCase("kv_cache_append", _fused_append, _draw_fused_append, "fused", mutates_input=True),
     OpCase("rope_quantize_fp8", _rope_quantize, _draw_rope_quantize, "e4m3"),
     OpCase("grouped_out_project", _project, _draw_project, "mxfp8"),
+    OpCase("grouped_out_project", _quantised_project, _draw_quantised_project, "codes"),
+    OpCase("quantized_linear", _linear, _draw_linear, "codes"),
 )
 OP_CASES = PREFILL_CASES + DECODE_CASES + OTHER_CASES

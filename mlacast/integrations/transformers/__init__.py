@@ -1,4 +1,4 @@
-"""Run the attention of a Hugging Face DeepSeek-V4 model through mlacast.
+"""Run the attention of a Hugging Face DeepSeek-V3, V3.2 or V4 model through mlacast.
 
 ``fuse(model)`` replaces the forward of every attention module of one model object;
 ``unfuse(model)`` puts the originals back. Nothing is patched on classes or modules of transformers,

@@ -8,11 +8,14 @@ read.
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
 from mlacast.errors import fail
+
+Read = TypeVar("Read")
 
 # exp(-1e4) is 0 in float32: an entry biased this far can never carry weight beside a live one.
 _BLOCKED = -1.0e4
@@ -42,11 +45,37 @@ def window_columns(
     """
     if mask is None:
         return _all_columns(batch, s_q, kv_len, device)
-    _check_mask(mask, batch, s_q, kv_len)
+    allowed, strays = open_pairs(mask, batch, s_q, kv_len)
+    widest, num_strays = torch.stack((allowed.sum(-1).amax(), strays)).tolist()
+    refuse_strays(num_strays)
+    return compact_columns(allowed, int(widest))
+
+
+def open_pairs(
+    mask: torch.Tensor, batch: int, s_q: int, kv_len: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read an additive mask, see ``window_columns``.
+
+    Returns:
+        ([batch, s_q, kv_len] bool, whether the key counts; int64 scalar, how many entries say
+        neither yes nor no: ``refuse_strays`` on the host). No synchronisation.
+    """
+    check_mask_shape(mask, batch, s_q, kv_len)
+    if not mask.is_floating_point():
+        fail(
+            "fuse",
+            "attention_mask",
+            "be additive, in floating point",
+            str(mask.dtype).removeprefix("torch."),
+            "eager attention adds the mask to the scores, so True would not mean 'attend'",
+        )
     rows = mask[:, 0].expand(batch, s_q, kv_len)
     allowed = rows == 0
-    stray = ~(allowed | (rows <= _BLOCKED))
-    widest, strays = torch.stack((allowed.sum(-1).amax(), stray.sum())).tolist()
+    return allowed, (~(allowed | (rows <= _BLOCKED))).sum()
+
+
+def refuse_strays(strays: int) -> None:
+    """Raise ValueError if a mask holds entries that ``open_pairs`` cannot read."""
     if strays:
         fail(
             "fuse",
@@ -55,7 +84,6 @@ def window_columns(
             f"{strays} other values",
             "an additive bias cannot be written as a list of keys",
         )
-    return compact_columns(allowed, int(widest))
 
 
 def compressed_columns(
@@ -129,7 +157,7 @@ def to_rows(columns: torch.Tensor, rows_per_request: int, first_row: int = 0) ->
 
 
 class SelectionMemo:
-    """Remembers the last ``window_columns``: all layers of a forward are given the same mask.
+    """Remembers what was last read of a mask: all layers of a forward are given the same one.
 
     The mask is held weakly and compared by identity and version, so a recycled address or a mask
     that was changed in place is never mistaken for the old one. Copies and pickles of a memo start
@@ -138,10 +166,35 @@ class SelectionMemo:
 
     def __init__(self) -> None:
         # One attribute, replaced as a whole: a concurrent forward sees an old or a new entry.
-        self._entry: tuple[weakref.ref[torch.Tensor], tuple[int, ...], torch.Tensor] | None = None
+        self._entry: tuple[weakref.ref[torch.Tensor] | None, tuple[Any, ...], Any] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (SelectionMemo, ())
+
+    def recall(
+        self, mask: torch.Tensor | None, key: tuple[Any, ...], read: Callable[[], Read]
+    ) -> Read:
+        """Return what ``read`` returned for this mask and key, or call it.
+
+        Args:
+            mask: What is read, or None if there is none.
+            key: All else that the result depends on.
+            read: Reads the mask.
+        """
+        # Inference tensors have no version counter: a change in place could not be noticed.
+        if mask is not None and mask.is_inference():
+            return read()
+        full_key = (*key, None if mask is None else mask._version)
+        entry = self._entry
+        if entry is not None and entry[1] == full_key:
+            held = None if entry[0] is None else entry[0]()
+            # A mask that is gone is not the absence of one.
+            if held is mask and (entry[0] is None) == (mask is None):
+                known: Read = entry[2]
+                return known
+        result = read()
+        self._entry = (None if mask is None else weakref.ref(mask), full_key, result)
+        return result
 
     def window_columns(
         self,
@@ -152,23 +205,19 @@ class SelectionMemo:
         device: torch.device,
     ) -> torch.Tensor:
         """``window_columns`` of this module, computed once per mask."""
-        # Inference tensors have no version counter: a change in place could not be noticed.
-        if mask is None or mask.is_inference():
-            return window_columns(mask, batch, s_q, kv_len, device)
-        key = (mask._version, batch, s_q, kv_len)
-        entry = self._entry
-        if entry is not None and entry[0]() is mask and entry[1] == key:
-            return entry[2]
-        columns = window_columns(mask, batch, s_q, kv_len, device)
-        self._entry = (weakref.ref(mask), key, columns)
-        return columns
+        return self.recall(
+            mask,
+            ("window_columns", batch, s_q, kv_len, device),
+            lambda: window_columns(mask, batch, s_q, kv_len, device),
+        )
 
 
 def _all_columns(batch: int, s_q: int, count: int, device: torch.device) -> torch.Tensor:
     return torch.arange(count, dtype=torch.int32, device=device).expand(batch, s_q, count)
 
 
-def _check_mask(mask: torch.Tensor, batch: int, s_q: int, kv_len: int) -> None:
+def check_mask_shape(mask: torch.Tensor, batch: int, s_q: int, kv_len: int) -> None:
+    """Raise ValueError unless the mask has an entry for each query and key, shared by all heads."""
     shapes = ((batch, 1, s_q, kv_len), (1, 1, s_q, kv_len))
     if tuple(mask.shape) not in shapes:
         fail(
@@ -176,12 +225,4 @@ def _check_mask(mask: torch.Tensor, batch: int, s_q: int, kv_len: int) -> None:
             "attention_mask",
             f"have shape [{batch} or 1, 1, {s_q}, {kv_len}] inside the attention layer",
             list(mask.shape),
-        )
-    if not mask.is_floating_point():
-        fail(
-            "fuse",
-            "attention_mask",
-            "be additive, in floating point",
-            str(mask.dtype).removeprefix("torch."),
-            "eager attention adds the mask to the scores, so True would not mean 'attend'",
         )

@@ -1,14 +1,14 @@
-"""Nvfp4 codes and scale bytes of an accumulator [64, 128] on Hopper.
+"""Nvfp4 codes and scale bytes on Hopper: of an accumulator [64, 128], or of rows.
 
-Same bits as ``mlacast.kernels.common.store``, places as in ``sm90_scaled_store``. Hopper has no
+Same bits as ``mlacast.kernels.common.store``, places as in ``sm90_quads``. Hopper has no
 conversion to e2m1, so codes are made by one float32 addition, whose rounding is that of e2m1.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mlacast.kernels.common.sm90_scaled_store import _deal_max, _from_lane
-from mlacast.kernels.common.sm90_store import _max_or_nan
+from mlacast.kernels.common.sm90_quads import deal_max, max_or_nan, undeal
+from mlacast.kernels.common.sm90_rotation import opaque
 
 # Code of $1 * $2. Numbers of 1.5 * 2**23 steps round what is added to them to a whole step, nearest
 # even: steps are 0.5 below 2, 1 below 4, then 2. The few steps more count the codes below, two at a
@@ -129,14 +129,6 @@ def _scale_bytes(amax, global_scale):
 
 
 @gluon.jit
-def _spread(multiplier):
-    """Numbers of 4 groups, dealt to the lanes of quads, in every lane: [64, 4, lane]."""
-    even = gl.join(_from_lane(multiplier, 0), _from_lane(multiplier, 2))
-    odd = gl.join(_from_lane(multiplier, 1), _from_lane(multiplier, 3))
-    return gl.reshape(gl.permute(gl.join(even, odd), (0, 2, 3, 1)), (64, 4, 4))
-
-
-@gluon.jit
 def to_nvfp4(x, alive, global_scale, MASKED: gl.constexpr):
     """Quantise an accumulator [64, 128] in groups of 16.
 
@@ -147,10 +139,10 @@ def to_nvfp4(x, alive, global_scale, MASKED: gl.constexpr):
         each [64, 4]; int32.
     """
     groups = gl.reshape(x, (64, 8, 2, 4, 2))
-    by_lane = gl.reduce(gl.reduce(gl.abs(groups), 4, _max_or_nan), 2, _max_or_nan)
+    by_lane = gl.reduce(gl.reduce(gl.abs(groups), 4, max_or_nan), 2, max_or_nan)
     left, right = gl.split(gl.permute(gl.reshape(by_lane, (64, 2, 4, 4)), (0, 2, 3, 1)))
-    left = _deal_max(left)
-    right = _deal_max(right)
+    left = deal_max(left)
+    right = deal_max(right)
     if MASKED:
         ROW: gl.constexpr = gl.SliceLayout(1, left.type.layout)
         is_alive = gl.convert_layout(alive, ROW, assert_trivial=True)[:, None] != 0
@@ -159,7 +151,7 @@ def to_nvfp4(x, alive, global_scale, MASKED: gl.constexpr):
         right = gl.where(is_alive, right, 0.0)
     left_byte, left = _scale_bytes(left, global_scale)
     right_byte, right = _scale_bytes(right, global_scale)
-    multiplier = gl.permute(gl.join(_spread(left), _spread(right)), (0, 3, 1, 2))
+    multiplier = gl.permute(gl.join(undeal(left), undeal(right)), (0, 3, 1, 2))
     multiplier = gl.reshape(multiplier, (64, 8, 4))
     BY_LANE: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, groups.type.layout))
     multiplier = gl.convert_layout(multiplier, BY_LANE, assert_trivial=True)
@@ -173,3 +165,83 @@ def to_nvfp4(x, alive, global_scale, MASKED: gl.constexpr):
     # A group under the scale zero has codes 0, one with a NaN has codes 7.
     pairs = gl.where(wide == 0.0, 0, gl.where(wide != wide, 0x77, pairs))
     return _pack_words(gl.reshape(pairs, (64, 16, 4))), left_byte, right_byte
+
+
+@gluon.jit
+def rows_to_nvfp4(x, global_scale):
+    """Quantise float32 rows [heads, n], 8 neighbours a thread, in groups of 16.
+
+    Returns:
+        codes as words of 8 [heads, n / 8], and scale bytes [heads, n / 16]; int32.
+    """
+    HEADS: gl.constexpr = x.shape[0]
+    COLUMNS: gl.constexpr = x.shape[1]
+    groups = gl.reshape(x, (HEADS, COLUMNS // 16, 2, 2, 2, 2))
+    amax = gl.reduce(gl.abs(gl.reshape(x, (HEADS, COLUMNS // 16, 16))), 2, max_or_nan)
+    byte, multiplier = _scale_bytes(amax, global_scale)
+    BY_GROUP: gl.constexpr = gl.SliceLayout(
+        2, gl.SliceLayout(3, gl.SliceLayout(4, gl.SliceLayout(5, groups.type.layout)))
+    )
+    multiplier = gl.convert_layout(multiplier, BY_GROUP, assert_trivial=True)
+    multiplier = gl.expand_dims(multiplier, 2)
+    wide = gl.expand_dims(gl.expand_dims(gl.expand_dims(multiplier, 3), 4), 5)
+    codes = gl.inline_asm_elementwise(
+        _TO_E2M1,
+        "=r,f,f",
+        [groups, gl.broadcast(wide, groups)[0]],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+    low, high = gl.split(codes)
+    low, high = gl.split(low | (high << 4))
+    low, high = gl.split(low | (high << 8))
+    words = low | (high << 16)
+    multiplier = gl.convert_layout(multiplier, words.type.layout, assert_trivial=True)
+    multiplier = gl.broadcast(multiplier, words)[0]
+    # A group under the scale zero has codes 0, one with a NaN has codes 7.
+    words = gl.where(multiplier != multiplier, 0x77777777, words)
+    words = gl.where(multiplier == 0.0, 0, words)
+    return gl.reshape(words, (HEADS, COLUMNS // 8)), byte
+
+
+@gluon.jit
+def swizzled_row(row, column_tiles):
+    """Byte (int64) of a row's first scale in the 128x4 layout."""
+    start = (row // 128).to(gl.int64) * (column_tiles * 512)
+    return start + row % 32 * 16 + row % 128 // 32 * 4
+
+
+@gluon.jit
+def store_scale_bytes(
+    scales,
+    sf_ptr,
+    row,
+    padding_rows,
+    head_start,
+    num_heads,
+    FIRST: gl.constexpr,
+    FULL_TILES: gl.constexpr,
+):
+    """Store scales [heads, n] of groups of 16, from dimension ``FIRST`` of heads 512 wide on.
+
+    ``row`` (int64) counts in the whole buffer; scales of ``padding_rows`` rows after it are zeroed.
+    """
+    LAYOUT: gl.constexpr = scales.type.layout
+    head = head_start + opaque(gl.arange(0, scales.shape[0], gl.SliceLayout(1, LAYOUT)))
+    group = FIRST // 16 + opaque(gl.arange(0, scales.shape[1], gl.SliceLayout(0, LAYOUT)))
+    # The 32 scales of a head are 8 tiles of 512 bytes, the heads of a token follow each other.
+    places = (head * 4096)[:, None] + (group // 4 * 512 + group % 4)[None, :]
+    mask = gl.broadcast((head < num_heads)[:, None], places)[0]
+    pointers = sf_ptr + swizzled_row(row, num_heads * 8) + places
+    if FULL_TILES:
+        gl.store(pointers, scales.to(gl.uint8))
+    else:
+        gl.store(pointers, scales.to(gl.uint8), mask=mask)
+    for padding in range(padding_rows):
+        pointers = sf_ptr + swizzled_row(row + 1 + padding, num_heads * 8) + places
+        zeros = gl.zeros_like(scales).to(gl.uint8)
+        if FULL_TILES:
+            gl.store(pointers, zeros)
+        else:
+            gl.store(pointers, zeros, mask=mask)

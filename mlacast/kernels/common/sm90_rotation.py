@@ -18,9 +18,30 @@ def opaque(x):
 
 
 @gluon.jit
+def row_offset(row, stride):
+    """``row * stride`` in 64 bits, ``row`` an int32.
+
+    The upper half of a stride that is kept from tile to tile would take a register, and spill.
+    """
+    # A stride of one is no tensor.
+    stride += row * 0
+    if stride.dtype == gl.int32:
+        return gl.inline_asm_elementwise(
+            "mul.wide.s32 $0, $1, $2;",
+            "=l,r,r",
+            [row, stride],
+            dtype=gl.int64,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return row.to(gl.int64) * stride
+
+
+@gluon.jit
 def table_row(table_rows, positions_ptr, stride_positions, token):
     """Row of the RoPE table of a token (int32); positions outside are clamped."""
-    position = gl.load(positions_ptr + token.to(gl.int64) * stride_positions).to(gl.int64)
+    position = gl.load(positions_ptr + row_offset(token, stride_positions)).to(gl.int64)
     return gl.minimum(gl.maximum(position, 0), table_rows - 1).to(gl.int32)
 
 
@@ -46,7 +67,7 @@ def join_pairs(first, second, HALF_PAIRING: gl.constexpr):
 @gluon.jit
 def load_angles(table_ptr, stride_table, table_row, pairs):
     """Cosines and sines [1, 32] of a table row, laid out like the columns of ``pairs`` [64, 32]."""
-    row_ptr = table_ptr + table_row.to(gl.int64) * stride_table
+    row_ptr = table_ptr + row_offset(table_row, stride_table)
     LAYOUT: gl.constexpr = pairs.type.layout
     pair = gl.arange(0, 32, gl.SliceLayout(0, LAYOUT))
     return gl.load(row_ptr + pair)[None, :], gl.load(row_ptr + 32 + pair)[None, :]
@@ -60,7 +81,7 @@ def prefetch_angles(table_ptr, stride_table, table_row):
     gl.inline_asm_elementwise(
         "prefetch.global.L1 [$1]; mov.b32 $0, 0;",
         "=r,l",
-        [table_ptr + table_row.to(gl.int64) * stride_table + 2 * lane],
+        [table_ptr + row_offset(table_row, stride_table) + 2 * lane],
         dtype=gl.int32,
         is_pure=False,
         pack=1,

@@ -6,13 +6,13 @@ Same formats and bits as ``mlacast.kernels.common.store``; heads are 128 wide.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mlacast.kernels.common.sm90_nvfp4 import to_nvfp4
+from mlacast.kernels.common.sm90_nvfp4 import swizzled_row, to_nvfp4
+from mlacast.kernels.common.sm90_pack import pack_bf16, pack_e4m3
 from mlacast.kernels.common.sm90_rotation import opaque
-from mlacast.kernels.common.sm90_scaled_store import _pack_bf16, _pack_e4m3, _scale_to_e4m3
-from mlacast.kernels.common.sm90_store import BF16, FP8_TENSOR, FP8_UE8M0
+from mlacast.kernels.common.sm90_scaled_store import _scale_to_e4m3
+from mlacast.kernels.common.sm90_store import BF16, FP8_TENSOR, FP8_UE8M0, NVFP4
 
 BLOCK_ROWS = gl.constexpr(64)
-NVFP4 = gl.constexpr(5)
 
 
 @gluon.jit
@@ -66,8 +66,7 @@ def _store_scale_rows(
     block = FIRST + opaque(gl.arange(0, scales.shape[1], gl.SliceLayout(0, LAYOUT)))
     mask = ((local >= first) & (local < stop))[:, None]
     if KIND == NVFP4:
-        row = row_start + token + local
-        in_row = (row // 128).to(gl.int64) * (tiles * 512) + (row % 32) * 16 + row % 128 // 32 * 4
+        in_row = swizzled_row(row_start + token + local, tiles)
         in_column = head * 1024 + block // 4 * 512 + block % 4
         pointers = sf_ptr + in_row[:, None] + in_column[None, :]
         gl.store(pointers, scales.to(gl.uint8), mask=mask)
@@ -164,12 +163,10 @@ def store_token_block(
     _, _, scale_ptr, _ = target
     per_row = gl.convert_layout(factor, COLUMN, assert_trivial=True)[:, None]
     if KIND == BF16:
-        _store_values(
-            _pack_bf16(x * per_row, alive, True), target, token, skipped, head, 1, CHUNK32
-        )
+        _store_values(pack_bf16(x * per_row, alive, True), target, token, skipped, head, 1, CHUNK32)
     elif KIND == FP8_TENSOR:
         ratio = x * per_row * gl.div_rn(1.0, gl.load(scale_ptr))
-        _store_values(_pack_e4m3(ratio, alive, True), target, token, skipped, head, 4, CHUNK32)
+        _store_values(pack_e4m3(ratio, alive, True), target, token, skipped, head, 4, CHUNK32)
     elif KIND == NVFP4:
         words, left, right = to_nvfp4(x * per_row, alive, gl.load(scale_ptr), True)
         _store_scales(left, target, token, skipped, head, 0, KIND, GROUP, CHUNK32)
@@ -178,4 +175,4 @@ def store_token_block(
     else:
         ratio, scales = _scale_to_e4m3(x, factor, alive, True, KIND, GROUP, AMAX_FLOOR)
         _store_scales(scales, target, token, skipped, head, 0, KIND, GROUP, CHUNK32)
-        _store_values(_pack_e4m3(ratio, alive, True), target, token, skipped, head, 4, CHUNK32)
+        _store_values(pack_e4m3(ratio, alive, True), target, token, skipped, head, 4, CHUNK32)

@@ -34,6 +34,17 @@ def _kind(out: QuantizedTensor) -> int:
     return 5 if isinstance(out.format, Nvfp4) else _BLOCK_KINDS[out.format.sf_kind]
 
 
+def _word_stride(out: QuantizedTensor) -> int:
+    """Distance of scale words, which swizzled ones do not have.
+
+    Kernels for sm90 find the range's first row in its place: every argument of theirs takes shared
+    memory.
+    """
+    if isinstance(out.format, Nvfp4):
+        return out.row_start
+    return 0 if out.sf is None else out.sf.stride(2)
+
+
 def store_target(out: QuantizedTensor) -> StoreTarget:
     """Describe where and how a kernel stores into ``out``.
 
@@ -62,7 +73,7 @@ def store_target(out: QuantizedTensor) -> StoreTarget:
             "stride_data_group": data.stride(1),
             "stride_sf_token": 0 if sf is None or swizzled else sf.stride(0),
             "stride_sf_group": 0 if sf is None or swizzled else sf.stride(1),
-            "stride_sf_word": 0 if sf is None or swizzled else sf.stride(2),
+            "stride_sf_word": _word_stride(out),
             "row_start": out.row_start,
             "padding_rows": padding_rows,
         },

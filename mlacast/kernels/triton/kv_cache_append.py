@@ -2,11 +2,11 @@
 
 Of rows with the same slot the lowest wins, whatever order programs run in, so each row has to know
 whether a lower one names its slot. No table of owners is kept, which somebody would have to clear:
-a program of 16 rows looks through the slots before its own, and compares them with the lowest and
-the highest of its 16 only. Slots of a chunk of prefill are runs of neighbours, whose ranges do not
-meet; tiles of slots whose range does meet are compared with every row. At 8192 rows the longest
-look is 64 KB, read while the latents are on their way. The look grows with the square of the rows:
-by estimate it costs less than the latents up to some 30 000 rows in runs, half of that scattered.
+a program looks through the slots before its own, and compares them with the ranges of its own only.
+Slots of a chunk of prefill are runs of neighbours whose ranges do not meet, and a few rows seldom
+lie in more than two runs. A program whose ranges do meet an earlier slot looks again, row by row.
+At 8192 rows the longest look is 64 KB, read while the latents are on their way. The look grows with
+the square of the rows: by estimate it costs less than the latents up to some 30 000 rows in runs.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from mlacast.descriptors.rope import Rope
 from mlacast.kernels.common.device import on_device_of
 from mlacast.kernels.common.fp8_casts import as_bits, as_float32, has_fp8_casts, to_fp8
 from mlacast.kernels.common.record_places import flat_records, record_constants, record_places
+from mlacast.kernels.config.caches import AppendConfig, append_config
 from mlacast.kernels.triton.kv_cache_append_encode import (
     bf16_bytes,
     bits_of,
@@ -31,17 +32,76 @@ from mlacast.kernels.triton.kv_cache_append_encode import (
     word_bytes,
 )
 
-# Up to so many rows small programs, so that all multiprocessors have some.
-_FEW_ROWS = 1024
-# Rows of a program, slots whose range is looked at together, and slots compared at a time.
-_SMALL = {"ROWS": 4, "TILE": 1024, "STEP": 128}
-_LARGE = {"ROWS": 16, "TILE": 2048, "STEP": 128}
-
 # Counts that vary while serving must not pick another variant of the kernel, nor must where a list
 # of numbers happens to start. Strides of rows and pages are those of a model and may: 16 bytes a
 # thread need to know that they are multiples of 16.
 _VARYING = ["page_size", "num_slots", "table_rows", "stride_positions", "num_rows"]
 _UNALIGNED = ["slots_ptr", "positions_ptr"]
+
+
+@triton.jit
+def _load_slots(slots_ptr, stride_slots, row, exists):
+    """Slots of rows as int64, -1 where there is none."""
+    slot = tl.load(slots_ptr + row.to(tl.int64) * stride_slots, mask=exists, other=-1)
+    return slot.to(tl.int64)
+
+
+@triton.jit
+def _range(slot):
+    """Lowest of the slots that are not negative, and how far the highest is from it.
+
+    2**31 - 1 and 0 if all are negative: no cache has such a slot.
+    """
+    low = tl.min(tl.where(slot < 0, 0x7FFFFFFF, slot))
+    return low, (tl.maximum(tl.max(slot), low) - low).to(tl.uint32)
+
+
+@triton.jit
+def _may_have_twins(
+    slots_ptr, stride_slots, first, slot, valid, ROWS: tl.constexpr, TILE: tl.constexpr
+):
+    """Not 0 unless the valid slots of rows ``first``.. differ from each other and earlier ones."""
+    row = tl.arange(0, ROWS)
+    # Rows that cross into the next page are two runs of neighbours, those near the first slot and
+    # the rest: no slot is in both.
+    base = tl.load(slots_ptr + first.to(tl.int64) * stride_slots)
+    in_first = (slot - base > -ROWS) & (slot - base < ROWS)
+    before = _load_slots(slots_ptr, stride_slots, first + row - 1, row > 0)
+    before_in_first = (before - base > -ROWS) & (before - base < ROWS)
+    # All differ if both runs rise, one after the other.
+    rises = (before >= 0) & (slot > before) & (in_first == before_in_first)
+    follows = (row == 0) | rises | (before_in_first & (slot - base >= ROWS))
+    follows = follows | (before_in_first & (slot - base <= -ROWS))
+    own = tl.where(valid, slot, -1).to(tl.int32)
+    low, span = _range(tl.where(in_first, own, -1))
+    next_low, next_span = _range(tl.where(in_first, -1, own))
+    # Unsigned distances from the ends of the ranges: inside is what is not further than the other
+    # end. A slot whose low half alone is inside costs a closer look, no more.
+    nearest = tl.full((TILE,), 0xFFFFFFFF, tl.uint32)
+    next_nearest = nearest
+    for start in range(0, first, TILE):
+        at = start + tl.arange(0, TILE)
+        other = tl.load(slots_ptr + at.to(tl.int64) * stride_slots, mask=at < first, other=-1)
+        other = other.to(tl.int32)
+        nearest = tl.minimum(nearest, (other - low).to(tl.uint32, bitcast=True))
+        next_nearest = tl.minimum(next_nearest, (other - next_low).to(tl.uint32, bitcast=True))
+    meets = (tl.min(nearest) <= span) | (tl.min(next_nearest) <= next_span)
+    return meets.to(tl.int32) | tl.max(tl.where(follows, 0, valid.to(tl.int32)))
+
+
+@triton.jit
+def _twins(slots_ptr, stride_slots, first, num_rows, ROWS: tl.constexpr, STEP: tl.constexpr):
+    """A bit for each of rows ``first``.. [ROWS] whose slot a lower row names too."""
+    row = tl.arange(0, ROWS)
+    slot = _load_slots(slots_ptr, stride_slots, first + row, first + row < num_rows)
+    other = _load_slots(slots_ptr, stride_slots, first + row, first + row < num_rows)
+    same = (slot[:, None] == other[None, :]) & (row[None, :] < row[:, None])
+    found = tl.zeros((ROWS, STEP), tl.int32)
+    for start in range(0, first, STEP):
+        at = start + tl.arange(0, STEP)
+        near = _load_slots(slots_ptr, stride_slots, at, at < first)
+        found |= (slot[:, None] == near[None, :]).to(tl.int32)
+    return tl.sum((tl.max(found, 1) | tl.max(same.to(tl.int32), 1)) << row)
 
 
 @triton.jit
@@ -51,30 +111,19 @@ def _has_lower_twin(
     first,
     slot,
     valid,
+    num_rows,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """1 where a lower row names the same slot, else 0, for rows ``first``.. [ROWS].
-
-    Rows of this program are compared with each other, earlier ones by range first.
-    """
-    row = tl.arange(0, ROWS)
-    twin = (slot[:, None] == slot[None, :]) & (row[None, :] < row[:, None])
-    low = tl.min(tl.where(valid, slot, 0x7FFFFFFFFFFFFFFF))
-    high = tl.max(tl.where(valid, slot, -1))
-    found = tl.zeros((ROWS, STEP), tl.int32)
-    for start in range(0, first, TILE):
-        at = start + tl.arange(0, TILE)
-        other = tl.load(slots_ptr + at.to(tl.int64) * stride_slots, mask=at < first, other=-1)
-        if tl.max(((other >= low) & (other <= high)).to(tl.int32)) != 0:
-            for step in range(start, tl.minimum(start + TILE, first), STEP):
-                lower = step + tl.arange(0, STEP)
-                near = tl.load(
-                    slots_ptr + lower.to(tl.int64) * stride_slots, mask=lower < first, other=-1
-                ).to(tl.int64)
-                found |= (slot[:, None] == near[None, :]).to(tl.int32)
-    return tl.max(twin.to(tl.int32), 1) | tl.max(found, 1)
+    """1 where a lower row names the same slot, else 0, for rows ``first``.. [ROWS]."""
+    if TILE == 0:
+        bits = _twins(slots_ptr, stride_slots, first, num_rows, ROWS, STEP)
+    else:
+        bits = first * 0
+        if _may_have_twins(slots_ptr, stride_slots, first, slot, valid, ROWS, TILE) != 0:
+            bits = _twins(slots_ptr, stride_slots, first, num_rows, ROWS, STEP)
+    return (bits >> tl.arange(0, ROWS)) & 1
 
 
 @triton.jit
@@ -215,7 +264,7 @@ def _kv_cache_append_kernel(
         cos = tl.load(angles, mask=exists[:, None] & (pair >= 0)[None, :])
         sin = tl.load(angles + 32, mask=exists[:, None] & (pair >= 0)[None, :])
     valid = exists & (slot >= 0) & (slot < num_slots)
-    twin = _has_lower_twin(slots_ptr, stride_slots, first, slot, valid, ROWS, TILE, STEP)
+    twin = _has_lower_twin(slots_ptr, stride_slots, first, slot, valid, num_rows, ROWS, TILE, STEP)
     write = valid & (twin == 0)
     data, scale = record_places(slot, write, page_size, stride_page, INLINE, DATA, SCALE)
     left, right = as_float32(raw_left), as_float32(raw_right)
@@ -253,18 +302,22 @@ def launch_kv_cache_append(
     norm_weight: torch.Tensor | None,
     norm_eps: float | None,
     rope: Rope | None,
+    config: AppendConfig | None = None,
 ) -> None:
-    """Write the addressed records; arguments as in ``mlacast.kv_cache_append``."""
+    """Write the addressed records; arguments as in ``mlacast.kv_cache_append``.
+
+    ``config`` is for measurements: None takes the one for this number of rows.
+    """
     num_rows, d_qk = latent.shape
     flat = flat_records(cache, kv_format)
     num_slots = flat.shape[0] * flat.shape[1]
-    config = _SMALL if num_rows <= _FEW_ROWS else _LARGE
+    config = config or append_config(num_rows)
     # An absent tensor is replaced by one that the kernel then does not touch.
     weight = latent if norm_weight is None else norm_weight
     table = latent if rope is None else rope.cos_sin_cache
     positions = slots if rope is None else rope.positions
     with on_device_of(cache):
-        _kv_cache_append_kernel[(triton.cdiv(num_rows, config["ROWS"]),)](
+        _kv_cache_append_kernel[(triton.cdiv(num_rows, config.rows),)](
             as_bits(latent),
             latent.stride(0),
             slots,
@@ -287,7 +340,9 @@ def launch_kv_cache_append(
             HAS_ROPE=rope is not None,
             HALF_PAIRING=rope is not None and rope.pairing == "half",
             NATIVE=has_fp8_casts(cache.device),
-            **config,
-            num_warps=4,
+            ROWS=config.rows,
+            TILE=config.tile,
+            STEP=config.step,
+            num_warps=config.num_warps,
             enable_fp_fusion=False,
         )

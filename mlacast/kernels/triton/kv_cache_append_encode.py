@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from mlacast.kernels.common.fp8_casts import from_bf16_bits, from_e4m3, to_bf16_bits, to_fp8
-from mlacast.kernels.common.numbers import encode_e2m1, encode_ue8m0
+from mlacast.kernels.common.numbers import encode_e2m1_numbers, encode_ue8m0
 
 _INFINITY = tl.constexpr(0x7F800000)
 
@@ -58,10 +58,12 @@ def _encode_e2m1_over(x, scale):
     its rounded quotient lies above the boundary.
     """
     a = tl.abs(x)
-    code = (a > 0.25 * scale).to(tl.int32) + (a >= 0.75 * scale).to(tl.int32)
-    code += (a > 1.25 * scale).to(tl.int32) + (a >= 1.75 * scale).to(tl.int32)
-    code += (a > 2.5 * scale).to(tl.int32) + (a >= 3.5 * scale).to(tl.int32)
-    code += (a > 5.0 * scale).to(tl.int32)
+    # One bit after the other: boundaries that round up to an even code belong to it.
+    high = a >= 1.75 * scale
+    middle = a >= tl.where(high, 3.5 * scale, 0.75 * scale)
+    below = tl.where(high, 2.5 * scale, 0.25 * scale)
+    low = a > tl.where(middle, tl.where(high, 5.0 * scale, 1.25 * scale), below)
+    code = tl.where(high, 4, 0) | tl.where(middle, 2, 0) | low.to(tl.int32)
     return code | ((x.to(tl.int32, bitcast=True) >> 28) & 0x8)
 
 
@@ -87,7 +89,7 @@ def encode_fp4(x, ROWS: tl.constexpr, C: tl.constexpr, NVFP4: tl.constexpr, NATI
         is_zero = scales == 0
         forced = tl.where(finite & is_zero, 0, forced)
         inverse = tl.math.div_rn(1.0, tl.where(is_zero, 1.0, decoded))
-        codes = encode_e2m1(grouped * tl.expand_dims(inverse, 2))
+        codes = encode_e2m1_numbers(grouped * tl.expand_dims(inverse, 2))
     else:
         codes = _encode_e2m1_over(grouped, tl.expand_dims(decoded, 2))
     low, high = tl.split(tl.reshape(codes, (ROWS, GROUPS, 8, 2)))

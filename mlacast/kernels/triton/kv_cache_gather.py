@@ -11,9 +11,7 @@ from mlacast.kernels.common.device import on_device_of
 from mlacast.kernels.common.fp8_casts import from_e4m3, has_fp8_casts, to_bf16_bits
 from mlacast.kernels.common.numbers import decode_ue8m0
 from mlacast.kernels.common.record_places import flat_records, record_constants, record_places
-
-# Rows of a program: 16 bytes of codes per thread and load.
-_ROWS = 8
+from mlacast.kernels.config.caches import RowsConfig, gather_config
 
 # Counts that vary while serving must not pick another variant of the kernel, nor must where a list
 # of slots happens to start.
@@ -119,9 +117,16 @@ def _kv_cache_gather_kernel(
 
 
 def launch_kv_cache_gather(
-    cache: torch.Tensor, slots: torch.Tensor, *, kv_format: KvFormat
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    kv_format: KvFormat,
+    config: RowsConfig | None = None,
 ) -> torch.Tensor:
-    """Return the rows [n, d_qk]; arguments as in ``mlacast.kv_cache_gather``."""
+    """Return the rows [n, d_qk]; arguments as in ``mlacast.kv_cache_gather``.
+
+    ``config`` is for measurements: None takes the usual one.
+    """
     num_rows = slots.shape[0]
     d_qk = cache.shape[-1] if kv_format.d_qk is None else kv_format.d_qk
     out = torch.empty((num_rows, d_qk), dtype=torch.bfloat16, device=cache.device)
@@ -129,8 +134,9 @@ def launch_kv_cache_gather(
         return out
     flat = flat_records(cache, kv_format)
     num_slots = flat.shape[0] * flat.shape[1]
+    config = config or gather_config()
     with on_device_of(cache):
-        _kv_cache_gather_kernel[(triton.cdiv(num_rows, _ROWS),)](
+        _kv_cache_gather_kernel[(triton.cdiv(num_rows, config.rows),)](
             flat,
             flat.stride(0),
             flat.shape[1],
@@ -141,8 +147,8 @@ def launch_kv_cache_gather(
             num_rows,
             **record_constants(kv_format, d_qk, num_slots),
             NATIVE=has_fp8_casts(cache.device),
-            ROWS=_ROWS,
-            num_warps=4,
+            ROWS=config.rows,
+            num_warps=config.num_warps,
             enable_fp_fusion=False,
         )
     return out

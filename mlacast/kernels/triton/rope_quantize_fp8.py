@@ -8,14 +8,12 @@ import triton.language as tl
 
 from mlacast.kernels.common.device import on_device_of
 from mlacast.kernels.common.fp8_casts import as_bits, as_float32, has_fp8_casts, to_fp8
-
-# Rows of a program. Eight of 576 numbers are 9 KB in flight, and 64 tokens of 128 heads still give
-# every multiprocessor several programs.
-_ROWS = 8
+from mlacast.kernels.config.caches import RowsConfig, rope_quantize_config
 
 # Counts that vary while serving must not pick another variant of the kernel, nor must where a slice
-# of a list of numbers happens to start. Strides of rows are those of a model and may: 16 bytes a
-# thread need to know that they are multiples of 16.
+# of a list of numbers happens to start. Strides of rows and numbers of heads are those of a model
+# and may: 16 bytes a thread need to know that strides are multiples of 16, and rows are divided by
+# heads.
 _VARYING = [
     "stride_positions",
     "table_rows",
@@ -30,11 +28,11 @@ _UNALIGNED = ["positions_ptr", "entries_ptr", "starts_ptr", "requests_ptr", "pla
 
 
 @triton.jit
-def _token_and_head(block, heads, num_tokens, ROWS: tl.constexpr):
-    """Rows ``block * ROWS``.. of [num_tokens, heads]: token, head, exists. Divides no int64."""
-    within = (block % heads) * ROWS + tl.arange(0, ROWS)
-    token = (block // heads).to(tl.int64) * ROWS + within // heads
-    return token, within % heads, token < num_tokens
+def _token_and_head(block, HEADS: tl.constexpr, num_tokens, ROWS: tl.constexpr):
+    """Rows ``block * ROWS``.. of [num_tokens, HEADS]: token, head, exists. Divides no int64."""
+    within = (block % HEADS) * ROWS + tl.arange(0, ROWS)
+    token = (block // HEADS).to(tl.int64) * ROWS + within // HEADS
+    return token, within % HEADS, token < num_tokens
 
 
 @triton.jit
@@ -179,8 +177,6 @@ def _rope_quantize_fp8_kernel(
     stride_table,
     stride_positions,
     table_rows,
-    q_heads,
-    kv_heads,
     page_size,
     num_requests,
     num_entries,
@@ -202,6 +198,8 @@ def _rope_quantize_fp8_kernel(
     PAGED: tl.constexpr,
     IS_E5M2: tl.constexpr,
     NATIVE: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Quantise ROWS (token, head) rows. Grid: (query blocks + key blocks + value blocks,).
@@ -210,7 +208,7 @@ def _rope_quantize_fp8_kernel(
     """
     program = tl.program_id(0)
     if program < q_blocks:
-        token, head, exists = _token_and_head(program, q_heads, num_tokens, ROWS)
+        token, head, exists = _token_and_head(program, Q_HEADS, num_tokens, ROWS)
         if PAGED:
             exists = exists & (tl.load(requests_ptr + token, mask=exists, other=-1) >= 0)
         position = tl.load(positions_ptr + token * stride_positions, mask=exists, other=0)
@@ -243,7 +241,7 @@ def _rope_quantize_fp8_kernel(
         block = program - q_blocks
         is_value = block >= k_blocks
         block = tl.where(is_value, block - k_blocks, block)
-        token, head, exists = _token_and_head(block, kv_heads, num_tokens, ROWS)
+        token, head, exists = _token_and_head(block, KV_HEADS, num_tokens, ROWS)
         head = head.to(tl.int64)
         page, place = token * 0, token
         if PAGED:
@@ -321,8 +319,12 @@ def launch_rope_quantize_fp8(
     pairing: str,
     q_scale: float,
     kv_scale: float,
+    config: RowsConfig | None = None,
 ) -> None:
-    """Fill the outputs; arguments as in ``mlacast.reference.rope_quantize_fp8``."""
+    """Fill the outputs; arguments as in ``mlacast.reference.rope_quantize_fp8``.
+
+    ``config`` is for measurements: None takes the usual one.
+    """
     num_tokens, q_heads, width = q_rope.shape
     kv_heads = k_rope.shape[1]
     paged = page_table is not None
@@ -333,8 +335,9 @@ def launch_rope_quantize_fp8(
     value_width = 0 if v is None else v.shape[2]
     inputs = [as_bits(x) for x in (q_rope, q_nope, k_rope, k_nope, value)]
     outputs = [q_rope_out, q_nope_out, k_rope_out, k_nope_out, value_out]
-    q_blocks = triton.cdiv(num_tokens * q_heads, _ROWS)
-    k_blocks = triton.cdiv(num_tokens * kv_heads, _ROWS)
+    config = config or rope_quantize_config()
+    q_blocks = triton.cdiv(num_tokens * q_heads, config.rows)
+    k_blocks = triton.cdiv(num_tokens * kv_heads, config.rows)
     widths = {"Q": q_nope.shape[2], "K": k_nope.shape[2], "V": value_width}
     with on_device_of(q_rope):
         _rope_quantize_fp8_kernel[(q_blocks + k_blocks * (2 if value_width else 1),)](
@@ -353,8 +356,6 @@ def launch_rope_quantize_fp8(
             cos_sin_cache.stride(0),
             positions.stride(0),
             cos_sin_cache.shape[0],
-            q_heads,
-            kv_heads,
             k_rope_out.shape[1] if paged else 1,
             starts.shape[0] - 1,
             entries.shape[0],
@@ -375,7 +376,9 @@ def launch_rope_quantize_fp8(
             PAGED=paged,
             IS_E5M2=q_rope_out.dtype == torch.float8_e5m2,
             NATIVE=has_fp8_casts(q_rope.device),
-            ROWS=_ROWS,
-            num_warps=4,
+            Q_HEADS=q_heads,
+            KV_HEADS=kv_heads,
+            ROWS=config.rows,
+            num_warps=config.num_warps,
             enable_fp_fusion=False,
         )

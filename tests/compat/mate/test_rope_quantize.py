@@ -99,11 +99,40 @@ def test_given_buffers_come_back_and_no_tokens_are_fine() -> None:
             ValueError,
             r"k_rope_out .*\[3, 64\], got \[3, 32\]",
         ),
+        ({"k_rope": [0]}, TypeError, "k_rope must be a torch.Tensor, got list"),
+        ({"q_nope": _good()["q_nope"].to("meta")}, ValueError, "q_nope must be on cpu.*got meta"),
+        ({"pos_ids": torch.zeros(6, dtype=torch.int32)[::2]}, ValueError, "pos_ids .*contiguous"),
+        (
+            {"q_rope": torch.zeros(3, 2, 128, dtype=BF16)[..., ::2]},
+            ValueError,
+            "q_rope must have stride 1 on its last",
+        ),
+        (
+            {"q_nope_out": torch.empty(3, 2, 512, dtype=E4M3, device="meta")},
+            ValueError,
+            "q_nope_out must be on cpu.*got meta",
+        ),
+        (
+            {"k_nope_out": torch.empty(3, 1024, dtype=E4M3)[:, ::2]},
+            ValueError,
+            "k_nope_out must have stride 1 on its last",
+        ),
     ],
 )
 def test_errors(change: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"mla_rope_quantize_fp8: .*{message}"):
         mla_rope_quantize_fp8(**{**_good(), **change})
+
+
+def test_positions_outside_the_table_are_those_of_its_ends() -> None:
+    """MATE leaves them undefined; here nothing outside the table is read."""
+    arguments = {**_good(), "cos_sin_cache": torch.randn(5, 64)}
+    arguments["q_rope"] = torch.randn(3, 2, 64).bfloat16()
+    codes = [
+        mla_rope_quantize_fp8(**{**arguments, "pos_ids": torch.tensor(positions)})[0]
+        for positions in ([-7, 2, 2**40], [0, 2, 4])
+    ]
+    assert torch.equal(codes[0].view(torch.uint8), codes[1].view(torch.uint8))
 
 
 def test_first_given_output_decides_the_dtype() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -349,6 +350,46 @@ def test_the_width_comes_first_of_all() -> None:
     call = draw_call((40, 3))
     with pytest.raises(ValueError, match="sparse_mla_top_k must be positive"):
         run(call, sparse_mla_top_k=0, kv_lora_rank=1, query=None, bmm1_scale=torch.ones(1))
+
+
+# One mistake of each stage, in the order in which MATE looks for them.
+STAGES = (
+    "topk_zero",
+    "lora_256",
+    "bmm1_tensor",
+    "query_list",
+    "cache_elsewhere",
+    "query_3d",
+    "cache_2d",
+    "ids_int64",
+    "out_shape",
+    "lse_shape",
+    "lengths_dtype",
+    "metadata_type",
+)
+
+
+def _stage(name: str) -> Wrong:
+    (wrong,) = (wrong for wrong in WRONG if wrong.id == name)
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pair
+        for pair in itertools.combinations(STAGES, 2)
+        if _stage(pair[0]).argument != _stage(pair[1]).argument
+    ],
+)
+def test_of_two_mistakes_the_earlier_stage_is_named(first: str, second: str) -> None:
+    call = draw_call((40, 3))
+    changes = {
+        wrong.argument: wrong.value(call) if callable(wrong.value) else wrong.value
+        for wrong in (_stage(second), _stage(first))
+    }
+    with pytest.raises(_stage(first).error, match=_stage(first).message):
+        run(call, **changes)
 
 
 def test_an_lse_inside_of_out_is_refused() -> None:

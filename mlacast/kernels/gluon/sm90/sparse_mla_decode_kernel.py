@@ -162,6 +162,7 @@ def sparse_mla_decode_kernel(
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    QUERY_PIECES: gl.constexpr = 3 if has_tail(FORMAT) else 2
     k_even = gl.allocate_shared_memory(gl.bfloat16, [NUM_PIECES, BLOCK_N, 128], TILE)
     k_odd = gl.allocate_shared_memory(gl.bfloat16, [NUM_PIECES, BLOCK_N, 128], TILE)
     if unit_count(FORMAT) == 4:
@@ -264,7 +265,6 @@ def sparse_mla_decode_kernel(
                     alpha_smem,
                     mask_smem,
                     factor_smem,
-                    k_ready,
                     k_free,
                     p_ready,
                     p_go,
@@ -339,7 +339,7 @@ def sparse_mla_decode_kernel(
                     F,
                     CHUNK32,
                     AMAX_FLOOR,
-                    FORMAT,
+                    QUERY_PIECES,
                     NUM_PIECES,
                     DELAY_OUTPUT,
                 ),
@@ -383,7 +383,7 @@ def sparse_mla_decode_kernel(
                     F,
                     CHUNK32,
                     AMAX_FLOOR,
-                    FORMAT,
+                    QUERY_PIECES,
                     NUM_PIECES,
                     DELAY_OUTPUT,
                 ),

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
 from mlacast.kernels.common.launch import Launches
-from mlacast.kernels.common.sm90_store import inverse_scale, store_rows
+from mlacast.kernels.common.sm90_store import output_scale, store_rows
 from mlacast.kernels.common.targets import StoreTarget
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import LN_2
 
@@ -219,7 +219,7 @@ def merge_splits_kernel(
     partials = (partial_out_ptr, partial_max_ptr, partial_sum_ptr)
 
     # Inputs that were complete before the splits began need not wait for them.
-    inverse = inverse_scale(scale_ptr, KIND)
+    scale = output_scale(scale_ptr, KIND)
     if HAS_SINK:
         sink = gl.load(sink_ptr + head)
     if ROTATE_BACK:
@@ -276,7 +276,7 @@ def merge_splits_kernel(
         stride_sf_token,
         stride_sf_group,
         stride_sf_word,
-        inverse,
+        scale,
         token,
         gl.where(token == num_tokens - 1, padding_rows, 0),
         head_start,
@@ -288,7 +288,6 @@ def merge_splits_kernel(
         F,
         CHUNK32,
         AMAX_FLOOR,
-        False,
     )
 
 
@@ -346,7 +345,6 @@ def merge_splits(
         d_qk: The output is rotated back for 512 only.
         **flags: HAS_ROPE, HALF_PAIRING, HAS_SINK.
     """
-    assert target.constants["KIND"] <= 4, "a format of sm90_store"
     program = choose_program(num_tokens, num_heads)
     launches.launch(
         merge_splits_kernel,

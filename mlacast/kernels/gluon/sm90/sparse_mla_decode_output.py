@@ -19,7 +19,6 @@ from mlacast.kernels.common.sm90_rotation import (
     table_row,
 )
 from mlacast.kernels.common.sm90_scaled_store import store_scaled_block
-from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import has_tail
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
     BLOCK_H,
     KEY_UNIT,
@@ -100,14 +99,15 @@ def output_role(
     F: gl.constexpr,
     CHUNK32: gl.constexpr,
     AMAX_FLOOR: gl.constexpr,
-    FORMAT: gl.constexpr,
+    QUERY_PIECES: gl.constexpr,
     NUM_PIECES: gl.constexpr,
     DELAY_OUTPUT: gl.constexpr,
 ):
     """Accumulate dimensions ``256 * HALF``.. of every item; a split leaves its state, others end.
 
-    Consumes ``p_ready``, ``p_go`` and ``factor_ready``; produces ``p_free``, ``factor_free`` and
-    ``k_free`` of its half of the keys.
+    Of the ring a query takes QUERY_PIECES pieces before the keys of its item. Consumes ``p_ready``,
+    ``p_go`` and ``factor_ready``; produces ``p_free``, ``factor_free`` and ``k_free`` of its half
+    of the keys.
     """
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, OUT)
@@ -123,7 +123,7 @@ def output_role(
         stride_sf_word,
         padding_rows,
     ) = target
-    slot = HALF + 1 if has_tail(FORMAT) else HALF
+    slot = HALF + QUERY_PIECES - 2
     count = 0
     item_phase = 0
     ROTATES: gl.constexpr = ROTATE_BACK and HALF == 1 and not IS_SPLIT
@@ -166,8 +166,8 @@ def output_role(
             mbarrier.arrive(p_free, count=1)
             mbarrier.arrive(k_free.index(slot), count=1)
             count += 1
-        # The query of the next item; of 576 dimensions it takes three pieces.
-        slot = skip_pieces(slot, 3 if has_tail(FORMAT) else 2, NUM_PIECES)
+        # The query of the next item.
+        slot = skip_pieces(slot, QUERY_PIECES, NUM_PIECES)
         if IS_SPLIT:
             state = ((item % num_splits) * num_tokens + token).to(gl.int64) * num_heads
             for first in gl.static_range(0, 256, 128):

@@ -19,52 +19,18 @@ from mlacast.kernels.common.sm90_rotation import (
     table_row,
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import has_tail
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_softmax import (
+    finish_item,
+    publish_weights,
+    softmax,
+)
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
     BLOCK_H,
     KEY_UNIT,
-    LN_2,
-    head_start,
     item_token,
     next_piece,
     work_range,
 )
-
-# Weights reach 2**8 before their base moves: as precise in bfloat16, and far from overflow.
-LAZINESS = gl.constexpr(8.0)
-
-
-@gluon.jit
-def _softmax(s, base, partial_sum, score_scale, PARTIAL: gl.constexpr):
-    """Fold one block of scores [64, 64] into the softmax state.
-
-    Weights are relative to ``base``, which moves to the maximum of a block only when that is more
-    than 256-fold larger: most blocks leave what came before as it is.
-
-    Returns:
-        weights [64, 64] bfloat16, the factor alpha [64] of everything before, the new base [64]
-        (base 2) and the new partial sums [64, 4], one per thread of a quad.
-    """
-    block_max = gl.max(s, 1) * score_scale
-    new_base = gl.where(block_max > base + LAZINESS, block_max, base)
-    # -inf - -inf is NaN: shift by 0 while nothing valid has been seen.
-    shift = gl.where(new_base == -float("inf"), 0.0, new_base)
-    p = gl.exp2(s * score_scale[:, None] - shift[:, None])
-    # What came before a row's first key is zero and needs no factor.
-    alpha = gl.where(base == -float("inf"), 1.0, gl.exp2(base - shift))
-    by_quad = gl.sum(gl.sum(gl.reshape(p, (64, 8, 4, 2)), 3), 1)
-    by_quad = gl.convert_layout(by_quad, PARTIAL, assert_trivial=True)
-    rescale = gl.convert_layout(alpha, gl.SliceLayout(1, PARTIAL))
-    return p.to(gl.bfloat16), alpha, new_base, partial_sum * rescale[:, None] + by_quad
-
-
-@gluon.jit
-def _publish_weights(p, alpha, p_smem, alpha_smem, p_ready, p_free, count):
-    """Hand weights and rescale factors of block ``count`` to the output roles."""
-    mbarrier.wait(p_free, (count & 1) ^ 1)
-    p_smem.store(p)
-    alpha_smem.store(alpha)
-    fence_async_shared()
-    mbarrier.arrive(p_ready, count=1)
 
 
 @gluon.jit
@@ -280,33 +246,33 @@ def score_role(
             slot, phase = next_piece(slot, phase, NUM_PIECES)
             if masked != 0:
                 s = apply_mask(s, mask, COLUMN)
-            p, alpha, base, partial_sum = _softmax(s, base, partial_sum, score_scale, PARTIAL)
-            _publish_weights(p, alpha, p_smem, alpha_smem, p_ready, p_free, count)
+            p, alpha, base, partial_sum = softmax(s, base, partial_sum, score_scale, PARTIAL)
+            publish_weights(p, alpha, p_smem, alpha_smem, p_ready, p_free, count)
             count += 1
         if DELAY_OUTPUT:
             mbarrier.arrive(p_go, count=1)
         if HAS_ROPE:
             angles = next_angles
             prefetch_angles(table_ptr, stride_table, angles)
-        total = gl.convert_layout(gl.sum(partial_sum, 1), ROW)
-        head = head_start(item, num_splits, HEAD_BLOCKS, IS_SPLIT) + opaque(row)
-        if IS_SPLIT:
-            state = ((item % num_splits) * num_tokens + token).to(gl.int64) * num_heads + head
-            gl.store(partial_max_ptr + state, base, mask=head < num_heads)
-            gl.store(partial_sum_ptr + state, total, mask=head < num_heads)
-        else:
-            empty = total == 0.0
-            divisor = gl.where(empty, 1.0, total)
-            lse = gl.where(empty, -float("inf"), (base + gl.log2(divisor)) * LN_2)
-            factor = gl.where(empty, 0.0, KEY_UNIT * v_scale / divisor)
-            if HAS_SINK:
-                sink = gl.load(sink_ptr + head, mask=head < num_heads, other=-float("inf"))
-                # An empty row keeps the factor 0: -inf - (-inf) would be NaN.
-                shifted = gl.where(empty, 0.0, sink - lse)
-                factor = gl.where(sink == float("inf"), 0.0, factor / (1.0 + gl.exp(shifted)))
-            mbarrier.wait(factor_free, item_phase ^ 1)
-            factor_smem.store(factor)
-            mbarrier.arrive(factor_ready, count=1)
-            item_phase ^= 1
-            target = token.to(gl.int64) * num_heads + head
-            gl.store(lse_ptr + target, lse, mask=head < num_heads)
+        item_phase = finish_item(
+            base,
+            partial_sum,
+            item,
+            token,
+            opaque(row),
+            factor_smem,
+            factor_ready,
+            factor_free,
+            item_phase,
+            sink_ptr,
+            lse_ptr,
+            partial_max_ptr,
+            partial_sum_ptr,
+            num_tokens,
+            num_heads,
+            num_splits,
+            KEY_UNIT * v_scale,
+            HEAD_BLOCKS,
+            IS_SPLIT,
+            HAS_SINK,
+        )

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from mlacast.kernels.common.sm90_rotation import opaque
+from mlacast.kernels.common.sm90_rotation import opaque, row_offset
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_576_barriers import (
     K_FREE,
     K_READY,
@@ -29,7 +29,7 @@ from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
 def _load_ids(indices_ptr, stride_indices, token, first, lane, length):
     """Row numbers of one block; -1 at or past ``length``."""
     column = first + lane
-    row_ptr = indices_ptr + token.to(gl.int64) * stride_indices
+    row_ptr = indices_ptr + row_offset(token, stride_indices)
     return gl.load(row_ptr + column, mask=column < length, other=-1)
 
 
@@ -98,8 +98,8 @@ def gather_role(
     d_tail = 512 + gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
     slot = 0
     phase = 1
-    tail_phase = 1
-    q_phase = 1
+    # Bit 0 is the tail's, bit 1 the query's: one register less.
+    phases = 3
     step = gl.num_programs(0)
     first_token = gl.program_id(0) // HEAD_BLOCKS
     length = row_length(length_ptr, stride_length, first_token, topk, HAS_LENGTH)
@@ -115,8 +115,8 @@ def gather_role(
         right = k_smem.index(slot).slice(256, 256, dim=1)
         _copy_query(left, base, stride_q_head, head, num_heads, 0, 256, FULL_TILES)
         _copy_query(right, base, stride_q_head, head, num_heads, 256, 256, FULL_TILES)
-        mbarrier.wait(barriers.index(Q_FREE), q_phase)
-        q_phase ^= 1
+        mbarrier.wait(barriers.index(Q_FREE), phases >> 1)
+        phases ^= 2
         _copy_query(q_smem, base, stride_q_head, head, num_heads, 448, 128, FULL_TILES)
         _publish(barriers, slot)
         phase = next_phase(slot, phase)
@@ -140,8 +140,8 @@ def gather_role(
                 k_smem.index(slot), rows + d[None, :], mask=valid[:, None]
             )
             # The scores of the block before have to be under way; its main part was free earlier.
-            mbarrier.wait(barriers.index(TAIL_FREE), tail_phase)
-            tail_phase ^= 1
+            mbarrier.wait(barriers.index(TAIL_FREE), phases & 1)
+            phases ^= 1
             async_copy.async_copy_global_to_shared(
                 tail_smem, rows + d_tail[None, :], mask=valid[:, None]
             )

@@ -8,7 +8,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mlacast.kernels.common.sm90_store import store_block
+from mlacast.kernels.common.sm90_rotation import halves
+from mlacast.kernels.common.sm90_scaled_store import store_scaled_block
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_576_barriers import (
     ALPHA_FREE,
     FACTOR_FREE,
@@ -94,17 +95,16 @@ def output_role(
         factor = alpha_smem.load(ROW)
         mbarrier.arrive(barriers.index(FACTOR_FREE), count=1)
         tile_phase ^= 1
-        o = o * factor[:, None]
-        if HAS_SINK:
-            # A closed sink gives zeros whatever the accumulator holds.
-            o = gl.where((factor == 0.0)[:, None], 0.0, o)
+        alive = gl.where(factor == 0.0, 0, -1)
         row = token.to(gl.int64)
         head_start = (tile % HEAD_BLOCKS) * BLOCK_H
         padding = gl.where(token == num_tiles // HEAD_BLOCKS - 1, padding_rows, 0)
-        left, right = gl.split(gl.permute(gl.reshape(o, (BLOCK_H, 2, 128)), (0, 2, 1)))
+        left, right = halves(o, 256)
         for part in gl.static_range(2):
-            store_block(
+            store_scaled_block(
                 left if part == 0 else right,
+                factor,
+                alive,
                 data_ptr + row * stride_data_token,
                 stride_data_group,
                 sf_ptr,
@@ -118,6 +118,8 @@ def output_role(
                 num_heads,
                 HALF * 256 + part * 128,
                 FULL_TILES,
+                # A closed sink gives zeros whatever the accumulator holds.
+                HAS_SINK,
                 KIND,
                 GROUP,
                 F,

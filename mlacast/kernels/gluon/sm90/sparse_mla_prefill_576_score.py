@@ -10,7 +10,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mlacast.kernels.common.sm90_masks import any_marked, apply_mask
-from mlacast.kernels.common.sm90_rotation import load_angles, opaque, rotate, split_pairs, table_row
+from mlacast.kernels.common.sm90_rotation import (
+    load_angles,
+    opaque,
+    rotate,
+    row_offset,
+    split_pairs,
+    table_row,
+)
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_576_barriers import (
     ALPHA_FREE,
     FACTOR_FREE,
@@ -230,7 +237,7 @@ def score_role(
         mbarrier.arrive(barriers.index(FACTOR_READY), count=1)
         tile_phase ^= 1
         head = (tile % HEAD_BLOCKS) * BLOCK_H + opaque(row)
-        target = token.to(gl.int64) * num_heads
+        target = row_offset(token, num_heads)
         if FULL_TILES:
             gl.store(lse_ptr + target + head, lse)
             gl.store(max_logits_ptr + target + head, running_max * LN_2)

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from mlacast.kernels.common.sm90_rotation import opaque
+from mlacast.kernels.common.sm90_rotation import opaque, row_offset
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
     BLOCK_H,
     BLOCK_N,
@@ -19,7 +19,7 @@ from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
 def _load_ids(indices_ptr, stride_indices, token, first, lane, length):
     """Row numbers of one block; -1 at or past ``length``."""
     column = first + lane
-    row_ptr = indices_ptr + token.to(gl.int64) * stride_indices
+    row_ptr = indices_ptr + row_offset(token, stride_indices)
     return gl.load(row_ptr + column, mask=column < length, other=-1)
 
 
@@ -68,8 +68,8 @@ def gather_role(
     QUERY: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0]) if CHUNK16 else LAYOUT
     q_lane = gl.arange(0, BLOCK_H, gl.SliceLayout(1, QUERY))
     slot = 0
+    # Bit 0 is the phase of the slot, the others count tiles: one register less.
     phase = 1
-    count = 0
     step = gl.num_programs(0)
     first_token = gl.program_id(0) // HEAD_BLOCKS
     length = row_length(length_ptr, stride_length, first_token, topk, HAS_LENGTH)
@@ -79,7 +79,7 @@ def gather_role(
         next_token = gl.minimum(tile + step, num_tiles - 1) // HEAD_BLOCKS
         next_length = row_length(length_ptr, stride_length, next_token, topk, HAS_LENGTH)
         base = q_ptr + token.to(gl.int64) * stride_q_token
-        mbarrier.wait(k_free.index(slot), phase)
+        mbarrier.wait(k_free.index(slot), phase & 1)
         # In chunk16 order the address of each chunk is its own: fewer columns at a time.
         WIDTH: gl.constexpr = 64 if CHUNK16 else 512
         for first in gl.static_range(0, 512, WIDTH):
@@ -101,6 +101,7 @@ def gather_role(
         slot = next_slot(slot)
         num_blocks = block_count(length)
         alive = gl.zeros_like(ids)
+        alive_row = alive_smem.index((phase >> 1) & 3)
         for i in range(num_blocks):
             valid = (ids >= 0) & (ids < s_kv)
             alive = gl.where(valid, 1, alive)
@@ -114,12 +115,12 @@ def gather_role(
                 lane,
                 gl.where(is_last, next_length, length),
             )
-            mbarrier.wait(k_free.index(slot), phase)
+            mbarrier.wait(k_free.index(slot), phase & 1)
             bias_smem.index(slot).store(gl.where(valid, 0.0, float("-inf")))
-            alive_smem.index(count).store(alive.to(gl.int8))
+            alive_row.store(alive.to(gl.int8))
             async_copy.async_copy_global_to_shared(k_smem.index(slot), rows, mask=valid[:, None])
             _publish(slot, k_ready)
             phase = next_phase(slot, phase)
             slot = next_slot(slot)
-        count = (count + 1) & 3
+        phase += 2
         length = next_length

@@ -14,6 +14,7 @@ from mlacast.kernels.common.sm90_rotation import (
     load_angles,
     opaque,
     rotate_back,
+    row_offset,
     split_pairs,
     table_row,
 )
@@ -145,7 +146,7 @@ def output_role(
             factor = gl.where(sink == float("inf"), 0.0, factor / (1.0 + gl.exp(shifted)))
         alive = gl.where(factor == 0.0, 0, -1)
         if HALF == 0:
-            target = token.to(gl.int64) * num_heads
+            target = row_offset(token, num_heads)
             if FULL_TILES:
                 gl.store(lse_ptr + target + head, lse)
                 gl.store(max_logits_ptr + target + head, running_max * LN_2)

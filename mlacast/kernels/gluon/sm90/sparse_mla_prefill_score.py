@@ -125,8 +125,8 @@ def score_role(
     )
     slot = 0
     phase = 0
+    # Bits 0..29 count blocks, the others tiles: one register less.
     count = 0
-    tiles = 0
     first_token = gl.program_id(0) // HEAD_BLOCKS
     if HAS_ROPE:
         pairs, other = split_pairs(gl.zeros((BLOCK_H, 64), gl.bfloat16, Q), HALF_PAIRING)
@@ -192,8 +192,7 @@ def score_role(
             s, base, running_max, partial_sum, score_scale, PARTIAL, True
         )
         # The last block is here, and with it what the gather role knows of the whole tile.
-        alive = any_marked(alive_smem.index(tiles))
-        tiles = (tiles + 1) & 3
+        alive = any_marked(alive_smem.index((count >> 30) & 3))
         buffer = count & 1
         mbarrier.wait(p_free.index(buffer), ((count >> 1) & 1) ^ 1)
         p_smem.index(buffer).store(p)
@@ -204,6 +203,6 @@ def score_role(
         fence_async_shared()
         mbarrier.arrive(p_ready.index(buffer), count=1)
         mbarrier.arrive(p_go.index(buffer), count=1)
-        count += 1
+        count += 1 + (1 << 30)
         phase = next_phase(slot, phase)
         slot = next_slot(slot)

@@ -6,6 +6,8 @@ A tile is 64 heads of one token. Programs are persistent and take tiles at a str
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from mlacast.kernels.common.sm90_rotation import row_offset
+
 BLOCK_H = gl.constexpr(64)
 BLOCK_N = gl.constexpr(64)
 NUM_SLOTS = gl.constexpr(3)
@@ -57,7 +59,7 @@ def row_length(length_ptr, stride_length, token, topk, HAS_LENGTH: gl.constexpr)
     """Entries of the token's index row that count."""
     length = topk
     if HAS_LENGTH:
-        length = gl.load(length_ptr + token.to(gl.int64) * stride_length)
+        length = gl.load(length_ptr + row_offset(token, stride_length))
         length = gl.minimum(gl.maximum(length, 0), topk)
     return length
 

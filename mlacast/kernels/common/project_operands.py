@@ -1,0 +1,206 @@
+"""Operands of the products that consume a quantised output: codes as numbers, and their scales.
+
+A block is consecutive features of one group in natural head order, whatever the order of the
+buffer. Scales either multiply the operand, which is exact for powers of two, or the product of the
+block, in float32, where a block lies in one group of scales.
+"""
+
+import triton
+import triton.language as tl
+
+from mlacast.kernels.common.fp8_casts import from_e4m3
+from mlacast.kernels.common.numbers import decode_e2m1, decode_e4m3, decode_ue8m0
+from mlacast.kernels.common.store import (
+    BF16,
+    FP8_UE8M0,
+    NVFP4,
+)
+
+# Kinds of weights.
+PLAIN = tl.constexpr(0)
+BLOCKS_128 = tl.constexpr(1)
+GROUPS_32 = tl.constexpr(2)
+
+
+@triton.jit
+def _block_of(start, F: tl.constexpr, CHUNK32: tl.constexpr):
+    """Which 32 features of the buffer are the natural ones from ``start``, a multiple of 32."""
+    if CHUNK32:
+        return (start % 512) // 32 * (F // 512) + start // 512
+    else:
+        return start // 32
+
+
+@triton.jit
+def _bytes_of_word(word, start, COLUMNS: tl.constexpr, PER_BYTE: tl.constexpr):
+    """Byte of each of COLUMNS features from ``start``: int32 [ROWS, COLUMNS] from words [ROWS]."""
+    column = start + tl.arange(0, COLUMNS)
+    shift = column // PER_BYTE % 4 * 8
+    return (word[:, None] >> shift[None, :]) & 0xFF
+
+
+@triton.jit
+def load_codes(
+    rows,
+    start,
+    KIND: tl.constexpr,
+    F: tl.constexpr,
+    CHUNK32: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Codes of a block, two in a byte for NVFP4: [ROWS, BLOCK_K] or half of that.
+
+    ``rows`` [ROWS, 1] points at the group's first code of each token.
+    """
+    if KIND == NVFP4:
+        k = start // 2 + tl.arange(0, BLOCK_K // 2)
+        limit: tl.constexpr = F // 2
+    else:
+        k = start + tl.arange(0, BLOCK_K)
+        limit: tl.constexpr = F
+    place = k
+    if CHUNK32:
+        inside = tl.arange(0, BLOCK_K)
+        first = _block_of(start, F, True) * 32
+        place = first + inside // 32 * (F // 512 * 32) + inside % 32
+    if F % BLOCK_K == 0:
+        return tl.load(rows + place[None, :])
+    else:
+        return tl.load(rows + place[None, :], mask=(k < limit)[None, :], other=0)
+
+
+@triton.jit
+def _load_packed_bytes(
+    sf, stride_word, start, F: tl.constexpr, CHUNK32: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """UE8M0 bytes of up to 128 features in natural order, as one int32 word [ROWS].
+
+    ``sf`` [ROWS] points at the group's first word of each token.
+    """
+    if CHUNK32:
+        packed = tl.zeros(sf.shape, tl.int32)
+        for part in tl.static_range(BLOCK_K // 32):
+            block = _block_of(start + part * 32, F, True)
+            word = tl.load(sf + tl.cast(block // 4, tl.int64) * stride_word)
+            byte = (word >> (block % 4 * 8)) & 0xFF
+            packed |= byte << ((start // 32 + part) % 4 * 8)
+        return packed
+    else:
+        return tl.load(sf + tl.cast(start // 128, tl.int64) * stride_word)
+
+
+@triton.jit
+def _load_swizzled_word(
+    sf_ptr, row, first, columns, SF_COLUMN_TILES: tl.constexpr, F: tl.constexpr
+):
+    """Four e4m3 scales [ROWS] from column ``first`` on, of ``columns`` that there are."""
+    base = (row // 128) * (SF_COLUMN_TILES * 512) + (row % 32) * 16 + (row % 128) // 32 * 4
+    if F % 64 == 0:
+        words = sf_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        return tl.load(words + (base // 4 + (first // 4).to(tl.int64) * 128))
+    else:
+        packed = tl.zeros(row.shape, tl.int32)
+        for part in tl.static_range(4):
+            column = first + part
+            place = base + (column // 4).to(tl.int64) * 512 + column % 4
+            byte = tl.load(sf_ptr + place, mask=(row >= 0) & (column < columns), other=0)
+            packed |= byte.to(tl.int32) << (8 * part)
+        return packed
+
+
+@triton.jit
+def scaled_operand(
+    codes,
+    sf,
+    stride_word,
+    row,
+    group,
+    start,
+    KIND: tl.constexpr,
+    F: tl.constexpr,
+    CHUNK32: tl.constexpr,
+    SF_COLUMN_TILES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    AS_OPERAND: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Float32 values [ROWS, BLOCK_K] of activation codes; bfloat16 and plain ones as they are.
+
+    With AS_OPERAND the power of two of each 32 features is in them. Scales of NVFP4 always are, but
+    not its global one.
+    """
+    if KIND == BF16:
+        return codes
+    elif KIND == NVFP4:
+        tl.static_assert(BLOCK_K == 64, "four scales of a token are a word")
+        wide = codes.to(tl.int32)
+        values = tl.interleave(decode_e2m1(wide & 0xF), decode_e2m1(wide >> 4))
+        blocks: tl.constexpr = F // 16
+        first = group * blocks + start // 16
+        word = _load_swizzled_word(sf, row, first, (group + 1) * blocks, SF_COLUMN_TILES, F)
+        # A word starts with the scale of ``start``.
+        scale = _bytes_of_word(word, 0, BLOCK_K, 16)
+        return values * decode_e4m3(scale.to(tl.uint8))
+    else:
+        values = from_e4m3(codes, NATIVE)
+        if AS_OPERAND:
+            word = _load_packed_bytes(sf, stride_word, start, F, CHUNK32, BLOCK_K)
+            values *= decode_ue8m0(_bytes_of_word(word, start, BLOCK_K, 32))
+        return values
+
+
+@triton.jit
+def activation_factor(
+    sf,
+    stride_word,
+    start,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    F: tl.constexpr,
+    CHUNK32: tl.constexpr,
+):
+    """Float32 scale [ROWS] of the group of GROUP features at ``start``."""
+    if KIND != FP8_UE8M0:
+        return tl.load(sf + tl.cast(start // GROUP, tl.int64) * stride_word)
+    else:
+        block = _block_of(start, F, True) if CHUNK32 else start // GROUP
+        word = tl.load(sf + tl.cast(block // 4, tl.int64) * stride_word)
+        return decode_ue8m0((word >> (block % 4 * 8)) & 0xFF)
+
+
+@triton.jit
+def load_weights(rows, start, F: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Weights [COLUMNS, BLOCK_K]; ``rows`` [COLUMNS, 1] points at a column's first feature."""
+    k = start + tl.arange(0, BLOCK_K)
+    if F % BLOCK_K == 0:
+        return tl.load(rows + k[None, :])
+    else:
+        return tl.load(rows + k[None, :], mask=(k < F)[None, :], other=0)
+
+
+@triton.jit
+def weight_operand(
+    codes,
+    sf,
+    stride_word,
+    start,
+    W_KIND: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    AS_OPERAND: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Values [COLUMNS, BLOCK_K] of weights; with AS_OPERAND the power of two of 32 is in them."""
+    if W_KIND == PLAIN:
+        return codes
+    else:
+        values = from_e4m3(codes, NATIVE)
+        if AS_OPERAND:
+            word = tl.load(sf + tl.cast(start // 128, tl.int64) * stride_word)
+            values *= decode_ue8m0(_bytes_of_word(word, start, BLOCK_K, 32))
+        return values
+
+
+@triton.jit
+def weight_factor(sf, stride_word, start):
+    """Float32 scale of the 128 features around ``start``; ``sf`` points at the columns' first."""
+    return tl.load(sf + tl.cast(start // 128, tl.int64) * stride_word)

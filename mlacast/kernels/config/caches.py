@@ -1,0 +1,56 @@
+"""Sizes of the programs that quantise queries and keys, and write or read records of a cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Up to so many rows small programs, so that all multiprocessors have some.
+_FEW_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class RowsConfig:
+    """Rows of a program, and its warps."""
+
+    rows: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class AppendConfig:
+    """Rows of a program, and how it looks for earlier rows with the same slots.
+
+    Attributes:
+        rows: Rows of a program, 32 at most.
+        num_warps: Its warps.
+        tile: Earlier slots compared with the ranges of its own at a time, before any are compared
+            with each of its own; 0 leaves the ranges out.
+        step: Earlier slots compared with each of its own at a time.
+    """
+
+    rows: int
+    num_warps: int
+    tile: int
+    step: int
+
+
+def rope_quantize_config() -> RowsConfig:
+    """Pick the program of ``rope_quantize_fp8``, whatever the number of rows.
+
+    Eight rows of 576 numbers are 9 KB in flight, and 64 tokens of 128 heads still give every
+    multiprocessor several programs.
+    """
+    return RowsConfig(rows=8, num_warps=4)
+
+
+def append_config(num_rows: int) -> AppendConfig:
+    """Pick the program of ``kv_cache_append``."""
+    if num_rows <= _FEW_ROWS:
+        return AppendConfig(rows=4, num_warps=4, tile=0, step=1024)
+    # Below 128 registers, four programs fit a multiprocessor: 8192 rows run at once.
+    return AppendConfig(rows=16, num_warps=4, tile=1024, step=128)
+
+
+def gather_config() -> RowsConfig:
+    """Pick the program of ``kv_cache_gather``: 16 bytes of codes per thread and load."""
+    return RowsConfig(rows=8, num_warps=4)

@@ -1,0 +1,289 @@
+"""Hopper products of e4m3 codes by e4m3 codes, scaled in float32.
+
+The matrix unit multiplies codes and sums as many features as share a scale; the scales multiply its
+sums. A load role keeps a ring of codes full through the copy engine and turns scales into float32,
+two consumers multiply: halves of the tile's columns, or with few tokens every other step of the
+same tile, whose sums are added at the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from mlacast.descriptors.quantized_tensor import QuantizedTensor
+from mlacast.kernels.common.launch import Launches
+from mlacast.kernels.common.targets import store_target
+from mlacast.kernels.config.sparse_attention import num_multiprocessors
+from mlacast.kernels.gluon.sm90.grouped_out_project_roles import load_role, multiply_role
+
+# What all roles of a program may have by the thread.
+MAX_REGISTERS = 168
+_SIZES = (
+    "stride_x_group",
+    "stride_weight_group",
+    "stride_sf_token",
+    "stride_sf_group",
+    "stride_sf_word",
+    "stride_weight_sf_group",
+    "stride_weight_sf_column",
+    "stride_weight_sf_word",
+    "stride_out_token",
+    "stride_out_group",
+    "num_tokens",
+    "num_columns",
+    "num_groups",
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What the kernel can be built with.
+
+    Attributes:
+        block_m: Tokens of a tile.
+        block_n: Columns of a tile.
+        stages: Steps of 128 features in flight.
+        split: What the consumers share: "rows", "columns", or "steps".
+        banks: Products of a scale's features in flight per consumer, 1 or 2.
+    """
+
+    block_m: int
+    block_n: int
+    stages: int
+    split: str
+    banks: int = 2
+
+
+# From the tile that reads its operands least often to the one that fills the device first.
+_VARIANTS = (
+    Variant(128, 128, 6, "rows"),
+    Variant(64, 128, 6, "steps"),
+    Variant(64, 64, 8, "steps"),
+)
+# Multiprocessors of ten that may not idle.
+_BUSY_TENTHS = 9
+
+
+def count_tiles(variant: Variant, num_tokens: int, num_columns: int, num_groups: int) -> int:
+    """Tiles of a product."""
+    down, across = -(-num_tokens // variant.block_m), -(-num_columns // variant.block_n)
+    return down * across * num_groups
+
+
+def choose_variant(
+    num_tokens: int, num_columns: int, num_groups: int, multiprocessors: int
+) -> Variant:
+    """The largest tile that still gives most multiprocessors one."""
+    for variant in _VARIANTS:
+        is_tall = num_tokens <= variant.block_m - 64
+        tiles = count_tiles(variant, num_tokens, num_columns, num_groups)
+        if not is_tall and 10 * tiles >= _BUSY_TENTHS * multiprocessors:
+            return variant
+    return _VARIANTS[-1]
+
+
+@gluon.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=("sf_ptr", "weight_sf_ptr"))
+def project_kernel(
+    x_desc,
+    weight_desc,
+    stride_x_group,
+    stride_weight_group,
+    sf_ptr,
+    stride_sf_token,
+    stride_sf_group,
+    stride_sf_word,
+    weight_sf_ptr,
+    stride_weight_sf_group,
+    stride_weight_sf_column,
+    stride_weight_sf_word,
+    out_ptr,
+    stride_out_token,
+    stride_out_group,
+    num_tokens,
+    num_columns,
+    num_groups,
+    STEPS: gl.constexpr,
+    PARTS: gl.constexpr,
+    X_BYTES: gl.constexpr,
+    WEIGHT_BYTES: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    SPLIT: gl.constexpr,
+    BANKS: gl.constexpr,
+):
+    """Tiles of BLOCK_M tokens by BLOCK_N columns of one group. Grid: (programs,).
+
+    A step is 128 features, of which PARTS parts have scales of their own. Barriers: ``ready`` load
+    -> multiply, ``free`` multiply -> load, ``summed`` consumer 1 -> 0 with steps split, ``taken``
+    back.
+    """
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    BY_STEPS: gl.constexpr = SPLIT == "steps"
+    x_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_M, 128], TILE)
+    w_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, 128], TILE)
+    x_scales = gl.allocate_shared_memory(gl.float32, [STAGES, PARTS * BLOCK_M], PLAIN)
+    w_scales = gl.allocate_shared_memory(gl.float32, [STAGES, PARTS * BLOCK_N], PLAIN)
+    SUM_ROWS: gl.constexpr = BLOCK_M if BY_STEPS else 1
+    sums = gl.allocate_shared_memory(
+        gl.float32, [SUM_ROWS, BLOCK_N], gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+    )
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    summed = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=2)
+        mbarrier.init(free.index(i), count=1 if BY_STEPS else 2)
+    for i in gl.static_range(2):
+        mbarrier.init(summed.index(i), count=1)
+    buffers = (x_smem, w_smem, x_scales, w_scales, sums)
+    barriers = (ready, free, summed)
+    shape = (num_tokens, num_columns, num_groups)
+    sources = (
+        x_desc,
+        weight_desc,
+        stride_x_group,
+        stride_weight_group,
+        (sf_ptr, stride_sf_token, stride_sf_group, stride_sf_word),
+        (
+            weight_sf_ptr,
+            stride_weight_sf_column,
+            stride_weight_sf_group,
+            stride_weight_sf_word,
+        ),
+    )
+    target = (out_ptr, stride_out_token, stride_out_group)
+    gl.warp_specialize(
+        [
+            (
+                multiply_role,
+                (buffers, barriers, target, shape, 0, STEPS, PARTS, STAGES, SPLIT, BANKS),
+            ),
+            (
+                multiply_role,
+                (buffers, barriers, target, shape, 1, STEPS, PARTS, STAGES, SPLIT, BANKS),
+            ),
+            (
+                load_role,
+                (buffers, barriers, sources, shape, STEPS, PARTS, STAGES, X_BYTES, WEIGHT_BYTES),
+            ),
+        ],
+        [4, 4],
+        [232, 40],
+    )
+
+
+def _descriptor(tensor: torch.Tensor, rows: int) -> TensorDescriptor:
+    """Describe e4m3 [rows, groups, width] as rows of all groups, copied 128 columns at a time."""
+    count, groups, width = tensor.shape
+    columns = (groups - 1) * tensor.stride(1) + width
+    layout = gl.NVMMASharedLayout(128, 8, 2)
+    return TensorDescriptor(tensor, [count, columns], [tensor.stride(0), 1], [rows, 128], layout)
+
+
+def _launch(
+    out: QuantizedTensor,
+    weight: tuple[torch.Tensor, torch.Tensor],
+    weight_sf: tuple[torch.Tensor, torch.Tensor],
+    projected: tuple[torch.Tensor, torch.Tensor],
+    variant: Variant | None,
+) -> Launches:
+    """Fill ``projected`` [T, g, d_out]; weights [g, d_out, f], their scales likewise.
+
+    Each is given as the tensor of the call and a view of it of that shape. Where g is 1, all groups
+    of the buffer are one.
+    """
+    groups, columns, features = weight[1].shape
+    tokens = out.num_tokens
+    multiprocessors = num_multiprocessors(out.data.device)
+    if variant is None:
+        variant = choose_variant(tokens, columns, groups, multiprocessors)
+    target = store_target(out)
+    launches = Launches(weight[0].device, target)
+    sf, numbers = target.tensors["sf_ptr"], target.numbers
+    scales = launches.inside(*weight_sf)
+    into = launches.inside(*projected)
+    # Its columns are those of the weights.
+    rows = launches.inside(weight[0], weight[1].transpose(0, 1))
+    x_bytes, weight_bytes = sf.dtype == torch.int32, scales.dtype == torch.int32
+    tiles = count_tiles(variant, tokens, columns, groups)
+    launches.launch(
+        project_kernel,
+        (min(tiles, multiprocessors),),
+        _descriptor(out.data, variant.block_m),
+        _descriptor(rows, variant.block_n),
+        numbers["stride_data_group"],
+        rows.stride(1),
+        sf,
+        numbers["stride_sf_token"],
+        numbers["stride_sf_group"],
+        numbers["stride_sf_word"],
+        scales,
+        scales.stride(0),
+        scales.stride(1),
+        scales.stride(2),
+        into,
+        into.stride(0),
+        into.stride(1),
+        tokens,
+        columns,
+        groups,
+        STEPS=features // 128,
+        PARTS=4 if x_bytes or weight_bytes else 1,
+        X_BYTES=x_bytes,
+        WEIGHT_BYTES=weight_bytes,
+        BLOCK_M=variant.block_m,
+        BLOCK_N=variant.block_n,
+        STAGES=variant.stages,
+        SPLIT=variant.split,
+        BANKS=variant.banks,
+        num_warps=4,
+        maxnreg=MAX_REGISTERS,
+    )
+    return launches
+
+
+def _words(weight_sf: torch.Tensor) -> torch.Tensor:
+    """Scales per 32 features as packed words, if they are not."""
+    return weight_sf.view(torch.int32) if weight_sf.dtype == torch.uint8 else weight_sf
+
+
+def launch_grouped_out_project(
+    out: QuantizedTensor,
+    weight: torch.Tensor,
+    weight_sf: torch.Tensor,
+    *,
+    projected: torch.Tensor,
+    variant: Variant | None = None,
+) -> Launches:
+    """Fill ``projected`` [T, g, d_out] bfloat16; arguments as in ``mlacast.grouped_out_project``.
+
+    Dispatch sends here e4m3 codes in head order with a scale per 32 or 128 features on either side,
+    128-feature steps, and codes at multiples of 16 bytes.
+    """
+    scales = (weight_sf, _words(weight_sf))
+    return _launch(out, (weight, weight), scales, (projected, projected), variant)
+
+
+def launch_quantized_linear(
+    out: QuantizedTensor,
+    weight: torch.Tensor,
+    weight_sf: torch.Tensor,
+    *,
+    projected: torch.Tensor,
+    variant: Variant | None = None,
+) -> Launches:
+    """Fill ``projected`` [T, d_out] bfloat16; arguments as in ``mlacast.quantized_linear``.
+
+    As above; and the groups of a token are neighbours, codes and scales alike.
+    """
+    scales = (weight_sf, _words(weight_sf)[None])
+    return _launch(out, (weight, weight[None]), scales, (projected, projected[:, None]), variant)

@@ -1,0 +1,362 @@
+"""Portable products that consume a quantised output: ``grouped_out_project``, ``quantized_linear``.
+
+One launch reads the buffer as it is, whatever its format and element order, and the weights as they
+are. Where both sides are e4m3 with scales of whole blocks, the matrix unit multiplies the codes and
+the scales multiply its float32 sums; elsewhere codes become numbers first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+
+from mlacast.descriptors.quantized_tensor import QuantizedTensor
+from mlacast.kernels.common.fp8_casts import has_fp8_casts
+from mlacast.kernels.common.launch import Launches
+from mlacast.kernels.common.project_operands import (
+    BLOCKS_128,
+    activation_factor,
+    load_codes,
+    load_weights,
+    scaled_operand,
+    weight_factor,
+    weight_operand,
+)
+from mlacast.kernels.common.store import FP8_TENSOR, NVFP4
+from mlacast.kernels.common.targets import store_target
+
+# Compile-time kinds of weights, as in ``project_operands``.
+_PLAIN, _BLOCKS_128, _GROUPS_32 = 0, 1, 2
+_FP8_UE8M0, _NVFP4 = 4, 5
+# Up to so many tokens a program holds them all.
+_FEW_TOKENS = 64
+
+# Counts and strides that vary while serving must not pick another variant of the kernel.
+_VARYING = [
+    "row_start",
+    "stride_sf_token",
+    "stride_sf_group",
+    "stride_sf_word",
+    "num_tokens",
+]
+_UNALIGNED = ["sf_ptr", "scale_ptr"]
+_SOURCE_NUMBERS = (
+    "stride_data_token",
+    "stride_data_group",
+    "stride_sf_token",
+    "stride_sf_group",
+    "stride_sf_word",
+    "row_start",
+)
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
+def _project_kernel(
+    data_ptr,
+    sf_ptr,
+    scale_ptr,
+    stride_data_token,
+    stride_data_group,
+    stride_sf_token,
+    stride_sf_group,
+    stride_sf_word,
+    row_start,
+    num_tokens,
+    weight_ptr,
+    stride_weight_group,
+    stride_weight_column,
+    weight_sf_ptr,
+    stride_weight_sf_group,
+    stride_weight_sf_column,
+    stride_weight_sf_word,
+    num_columns,
+    out_ptr,
+    stride_out_token,
+    stride_out_group,
+    SUMMED_GROUPS: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    F: tl.constexpr,
+    CHUNK32: tl.constexpr,
+    SF_COLUMN_TILES: tl.constexpr,
+    W_KIND: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    FP8_PRODUCT: tl.constexpr,
+    X_OPERAND: tl.constexpr,
+    X_FACTOR: tl.constexpr,
+    W_OPERAND: tl.constexpr,
+    W_FACTOR: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """BLOCK_M tokens by BLOCK_N columns of one group, or of the sum over SUMMED_GROUPS groups.
+
+    Grid: (ceil(T / BLOCK_M) * ceil(d_out / BLOCK_N), groups, or 1 with a sum); neighbours share
+    their tokens. Rows and columns past the last one repeat it and are not stored.
+    """
+    column_blocks = tl.cdiv(num_columns, BLOCK_N)
+    first_token = (tl.program_id(0) // column_blocks) * BLOCK_M
+    first_column = (tl.program_id(0) % column_blocks) * BLOCK_N
+    token = first_token + tl.arange(0, BLOCK_M)
+    column = first_column + tl.arange(0, BLOCK_N)
+    row = tl.minimum(token, num_tokens - 1).to(tl.int64)
+    weight_row = tl.minimum(column, num_columns - 1).to(tl.int64)
+    data_rows = data_ptr + (row * stride_data_token)[:, None]
+    weight_rows = weight_ptr + (weight_row * stride_weight_column)[:, None]
+    if W_KIND == BLOCKS_128:
+        # A block of columns lies in one block of scales.
+        tl.static_assert(128 % BLOCK_N == 0)
+        weight_sf = weight_sf_ptr + (first_column // 128).to(tl.int64) * stride_weight_sf_column
+    else:
+        weight_sf = weight_sf_ptr + weight_row * stride_weight_sf_column
+    STEPS: tl.constexpr = (F + BLOCK_K - 1) // BLOCK_K
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    # Factors are a step ahead: unlike operands, they are not prefetched by the compiler.
+    x_next = sf_ptr
+    w_next = weight_sf_ptr
+    if X_FACTOR:
+        sf = sf_ptr + (row * stride_sf_token + tl.program_id(1).to(tl.int64) * stride_sf_group)
+        x_next = activation_factor(sf, stride_sf_word, 0, KIND, GROUP, F, CHUNK32)
+    if W_FACTOR:
+        group_sf = weight_sf + tl.program_id(1).to(tl.int64) * stride_weight_sf_group
+        w_next = weight_factor(group_sf, stride_weight_sf_word, 0)
+    for step in range(0, SUMMED_GROUPS * STEPS):
+        group = tl.program_id(1) + step // STEPS
+        wide_group = group.to(tl.int64)
+        start = step % STEPS * BLOCK_K
+        x = load_codes(data_rows + wide_group * stride_data_group, start, KIND, F, CHUNK32, BLOCK_K)
+        w = load_weights(weight_rows + wide_group * stride_weight_group, start, F, BLOCK_K)
+        x_factor = x_next
+        w_factor = w_next
+        if X_FACTOR or W_FACTOR:
+            ahead = tl.minimum(step + 1, SUMMED_GROUPS * STEPS - 1)
+            ahead_group = (tl.program_id(1) + ahead // STEPS).to(tl.int64)
+            ahead_start = ahead % STEPS * BLOCK_K
+            if X_FACTOR:
+                sf = sf_ptr + (row * stride_sf_token + ahead_group * stride_sf_group)
+                x_next = activation_factor(sf, stride_sf_word, ahead_start, KIND, GROUP, F, CHUNK32)
+            if W_FACTOR:
+                group_sf = weight_sf + ahead_group * stride_weight_sf_group
+                w_next = weight_factor(group_sf, stride_weight_sf_word, ahead_start)
+        if FP8_PRODUCT:
+            x = x.to(tl.float8e4nv, bitcast=True)
+            w = w.to(tl.float8e4nv, bitcast=True)
+        else:
+            sf = sf_ptr
+            if KIND != NVFP4:
+                sf = sf_ptr + (row * stride_sf_token + wide_group * stride_sf_group)
+            x = scaled_operand(
+                x,
+                sf,
+                stride_sf_word,
+                row_start + row,
+                group,
+                start,
+                KIND,
+                F,
+                CHUNK32,
+                SF_COLUMN_TILES,
+                BLOCK_K,
+                X_OPERAND,
+                NATIVE,
+            ).to(COMPUTE)
+            group_sf = weight_sf + wide_group * stride_weight_sf_group
+            w = weight_operand(
+                w, group_sf, stride_weight_sf_word, start, W_KIND, BLOCK_K, W_OPERAND, NATIVE
+            ).to(COMPUTE)
+        if X_FACTOR or W_FACTOR:
+            part = tl.dot(x, tl.trans(w), input_precision="ieee", out_dtype=tl.float32)
+            if X_FACTOR and W_FACTOR:
+                factor = (x_factor * w_factor)[:, None]
+            elif X_FACTOR:
+                factor = x_factor[:, None]
+            else:
+                factor = w_factor
+            acc = tl.fma(part, tl.broadcast_to(factor, acc.shape), acc)
+        else:
+            acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    if KIND == FP8_TENSOR:
+        acc *= tl.load(scale_ptr)
+    elif KIND == NVFP4:
+        acc = tl.math.div_rn(acc, tl.load(scale_ptr))
+    out = out_ptr + tl.program_id(1).to(tl.int64) * stride_out_group
+    out += (token.to(tl.int64) * stride_out_token)[:, None] + column[None, :]
+    mask = (token < num_tokens)[:, None] & (column < num_columns)[None, :]
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A tile, and how it is multiplied.
+
+    Attributes:
+        block_m: Tokens.
+        block_n: Columns.
+        block_k: Features of a step; cut to the groups of scales that multiply the product.
+        fp8_product: Whether the matrix unit may multiply codes.
+        num_warps: Warps of a program.
+        num_stages: Steps in flight.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    fp8_product: bool = True
+    num_warps: int = 4
+    num_stages: int = 4
+
+
+def choose_variant(num_tokens: int, fp8_product: bool) -> Variant:
+    """Tile for a number of tokens."""
+    block_k = 128 if fp8_product else 64
+    if num_tokens <= _FEW_TOKENS:
+        return Variant(64, 64, block_k, fp8_product, num_stages=5)
+    return Variant(128, 128, block_k, fp8_product, num_warps=8)
+
+
+def _can_multiply_codes(kind: int, weight_kind: int) -> bool:
+    """Whether scales, if any, are of whole blocks of the product."""
+    return kind in (1, 2, 3, 4) and weight_kind == _BLOCKS_128
+
+
+def _fit(
+    variant: Variant, kind: int, group: int, weight_kind: int
+) -> tuple[Variant, dict[str, bool]]:
+    """Cut the steps to what the scales allow, and say what multiplies where."""
+    # Codes with scales, which are none for one scale per tensor.
+    has_groups = kind in (2, 3, 4)
+    fp8_product = variant.fp8_product and _can_multiply_codes(kind, weight_kind)
+    x_operand = kind == _FP8_UE8M0 and group == 32 and not fp8_product
+    x_factor = has_groups and not x_operand
+    block_k = variant.block_k
+    if kind == _NVFP4:
+        block_k = 64
+    if x_factor:
+        block_k = min(block_k, group)
+    flags = {
+        "FP8_PRODUCT": fp8_product,
+        "X_OPERAND": x_operand,
+        "X_FACTOR": x_factor,
+        "W_OPERAND": weight_kind == _GROUPS_32,
+        "W_FACTOR": weight_kind == _BLOCKS_128,
+    }
+    return replace(variant, block_k=block_k), flags
+
+
+def _launch(
+    out: QuantizedTensor,
+    weight: tuple[torch.Tensor, torch.Tensor],
+    weight_sf: tuple[torch.Tensor, torch.Tensor] | None,
+    projected: tuple[torch.Tensor, torch.Tensor],
+    summed_groups: int,
+    variant: Variant | None,
+) -> Launches:
+    """Fill ``projected`` [T, g or 1, d_out]; weights [g, d_out, f], their scales likewise.
+
+    Each is given as the tensor of the call and a view of it of that shape.
+    """
+    device, tokens, columns = out.data.device, out.num_tokens, weight[1].shape[1]
+    native = has_fp8_casts(device)
+    target = store_target(out)
+    constants = target.constants
+    kind = constants["KIND"]
+    weight_kind = _PLAIN
+    if weight_sf is not None:
+        weight_kind = _BLOCKS_128 if weight_sf[0].dtype == torch.float32 else _GROUPS_32
+    fp8_product = native and _can_multiply_codes(kind, weight_kind)
+    if variant is None:
+        variant = choose_variant(tokens, fp8_product)
+    variant = replace(variant, fp8_product=variant.fp8_product and fp8_product)
+    variant, flags = _fit(variant, kind, constants["GROUP"], weight_kind)
+    launches = Launches(device, target)
+    codes = weight[1] if weight_kind == _PLAIN else weight[1].view(torch.uint8)
+    codes = launches.inside(weight[0], codes)
+    scales = codes if weight_sf is None else launches.inside(*weight_sf)
+    into = launches.inside(*projected)
+    wide = weight[0].dtype in (torch.float32, torch.float16) or device.type == "cpu"
+    numbers = target.numbers
+    launches.launch(
+        _project_kernel,
+        (
+            triton.cdiv(tokens, variant.block_m) * triton.cdiv(columns, variant.block_n),
+            into.shape[1],
+        ),
+        *target.tensors.values(),
+        *(value for name, value in numbers.items() if name in _SOURCE_NUMBERS),
+        tokens,
+        codes,
+        codes.stride(0),
+        codes.stride(1),
+        scales,
+        scales.stride(0),
+        scales.stride(1),
+        scales.stride(2),
+        columns,
+        into,
+        into.stride(0),
+        into.stride(1),
+        SUMMED_GROUPS=summed_groups,
+        KIND=kind,
+        GROUP=constants["GROUP"],
+        F=constants["F"],
+        CHUNK32=constants["CHUNK32"],
+        SF_COLUMN_TILES=constants["SF_COLUMN_TILES"],
+        W_KIND=weight_kind,
+        COMPUTE=tl.float32 if wide else tl.bfloat16,
+        **flags,
+        BLOCK_M=variant.block_m,
+        BLOCK_N=variant.block_n,
+        BLOCK_K=variant.block_k,
+        NATIVE=native,
+        num_warps=variant.num_warps,
+        num_stages=variant.num_stages,
+        enable_fp_fusion=False,
+    )
+    return launches
+
+
+def _words(weight_sf: torch.Tensor) -> torch.Tensor:
+    """Scales per 32 features as packed words, if they are not."""
+    return weight_sf.view(torch.int32) if weight_sf.dtype == torch.uint8 else weight_sf
+
+
+def _by_group(tensor: torch.Tensor, groups: int) -> torch.Tensor:
+    """View [rows, g * n] as [g, rows, n]."""
+    rows, width = tensor.shape[0], tensor.shape[1] // groups
+    strides = (width * tensor.stride(1), *tensor.stride())
+    return tensor.as_strided((groups, rows, width), strides)
+
+
+def launch_grouped_out_project(
+    out: QuantizedTensor,
+    weight: torch.Tensor,
+    weight_sf: torch.Tensor | None,
+    *,
+    projected: torch.Tensor,
+    variant: Variant | None = None,
+) -> Launches:
+    """Fill ``projected`` [T, g, d_out]; arguments as in ``mlacast.grouped_out_project``."""
+    scales = None if weight_sf is None else (weight_sf, _words(weight_sf))
+    return _launch(out, (weight, weight), scales, (projected, projected), 1, variant)
+
+
+def launch_quantized_linear(
+    out: QuantizedTensor,
+    weight: torch.Tensor,
+    weight_sf: torch.Tensor | None,
+    *,
+    projected: torch.Tensor,
+    variant: Variant | None = None,
+) -> Launches:
+    """Fill ``projected`` [T, d_out]; arguments as in ``mlacast.quantized_linear``."""
+    groups = out.num_groups
+    scales = None
+    if weight_sf is not None:
+        scales = (weight_sf, _by_group(_words(weight_sf), groups))
+    weights = (weight, _by_group(weight, groups))
+    return _launch(out, weights, scales, (projected, projected[:, None]), groups, variant)
