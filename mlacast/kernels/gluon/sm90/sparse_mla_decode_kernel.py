@@ -265,6 +265,7 @@ def sparse_mla_decode_kernel(
                     alpha_smem,
                     mask_smem,
                     factor_smem,
+                    k_ready,
                     k_free,
                     p_ready,
                     p_go,
