@@ -190,18 +190,18 @@ class Work:
         self, parts: tuple[Tensor, ...], positions: Tensor, outputs: dict[str, Tensor]
     ) -> Call:
         options: dict[str, Any] = {"pairing": self.case.pairing, "q_scale": 0.5}
+        launch: Callable[..., Any] = mlacast.rope_quantize_fp8
         if self.case.config is None:
-            return functools.partial(
-                mlacast.rope_quantize_fp8, *parts, self._table, positions, **options, **outputs
-            )
+            return functools.partial(launch, *parts, self._table, positions, **options, **outputs)
         from mlacast.kernels.triton.rope_quantize_fp8 import launch_rope_quantize_fp8
 
         q_rope, k_rope, q_nope, k_nope = parts
         wide = {
             name: out.unsqueeze(1) if name.startswith("k") else out for name, out in outputs.items()
         }
+        launch_directly: Callable[..., Any] = launch_rope_quantize_fp8
         return functools.partial(
-            launch_rope_quantize_fp8,
+            launch_directly,
             q_rope,
             k_rope.unsqueeze(1),
             q_nope,
@@ -271,7 +271,10 @@ class Work:
     def _cache_call(self, at: int) -> Call:
         case, kv_format = self.case, self.case.kv_format
         config: dict[str, Any] = {"kv_format": kv_format}
-        functions = (mlacast.kv_cache_append, mlacast.kv_cache_gather)
+        functions: tuple[Callable[..., Any], Callable[..., Any]] = (
+            mlacast.kv_cache_append,
+            mlacast.kv_cache_gather,
+        )
         if case.config is not None:
             from mlacast.kernels.triton.kv_cache_append import launch_kv_cache_append
             from mlacast.kernels.triton.kv_cache_gather import launch_kv_cache_gather
@@ -282,7 +285,7 @@ class Work:
 
             def gather() -> Tensor:
                 # Kept, or the next call of a graph would get the same memory, warm.
-                rows = functions[1](self._cache, self._slots[at], **config)
+                rows: Tensor = functions[1](self._cache, self._slots[at], **config)
                 self._gathered[at] = rows
                 return rows
 
