@@ -109,7 +109,9 @@ def test_hopper_products(case: FormatCase, kind: str, variant: hopper.Variant) -
             out = fill(case, tokens, groups, features)
             for _ in range(2):
                 found = multiply_on_hopper(out, weights, variant)
-                assert_right(found, out, weights, 2.0**-12)
+                # Where both sides have a scale per 128, four sums of 32 are cut off in turn.
+                in_turn = case is F128 and kind == "blocks_128"
+                assert_right(found, out, weights, 2.0**-11 if in_turn else 2.0**-12)
 
 
 @needs_hopper

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import mlacast
-from mlacast.integrations.transformers import fuse
-from tests.integrations.mla_models import MODELS, original
-from tests.integrations.test_transformers_generate import NEW, generate
-from tests.integrations.v4_models import left_padded, relative_error
+pytest.importorskip("transformers", "5.24", reason="the models are those of transformers 5.24")
+
+import mlacast  # noqa: E402
+from mlacast.integrations.transformers import fuse  # noqa: E402
+from tests.integrations.mla_models import MODELS, original  # noqa: E402
+from tests.integrations.test_transformers_generate import NEW, generate  # noqa: E402
+from tests.integrations.v4_models import left_padded, relative_error  # noqa: E402
 
 CUDA = torch.device("cuda")
 
