@@ -9,15 +9,9 @@ import torch
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.dispatch.arch import arch_of
 from mlacast.dispatch.select import load, requested_backend, select
-from mlacast.ops.known_calls import PUBLIC, call_operator
 from mlacast.ops.output import from_arguments
-from mlacast.ops.project_weights import (
-    as_bytes,
-    check_project_arguments,
-    empty_product,
-    project_features,
-    source_arguments,
-)
+from mlacast.ops.project_call import call_project
+from mlacast.ops.project_weights import project_features
 
 OP = "grouped_out_project"
 
@@ -63,27 +57,10 @@ def grouped_out_project(
 
     Source: the grouped out-projection ("bhr,hdr->bhd") of DeepSeek-V4; DeepGEMM's ``fp8_einsum``.
     """
-    values = (out, weight, weight_sf, weight_order, backend)
-    known = PUBLIC.find(OP, values)
-    if known is None:
-        check_project_arguments(OP, out, weight, weight_sf, weight_order, backend, is_grouped=True)
-    projected = empty_product(out, weight)
-    source = source_arguments(out, weight_order)
-    arguments = (
-        source.data,
-        source.sf,
-        weight,
-        as_bytes(weight_sf),
-        projected,
-        source.out_format,
-        source.scale,
-        source.row_start,
-        source.total_tokens,
-        backend or "",
-    )
     operator = torch.ops.mlacast.grouped_out_project
-    call_operator(operator, OP, known, values, arguments, (projected,))
-    return projected
+    return call_project(
+        OP, operator, out, weight, weight_sf, weight_order, backend, is_grouped=True
+    )
 
 
 def required_features(
