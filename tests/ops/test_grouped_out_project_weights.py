@@ -54,6 +54,26 @@ def test_both_operations_match_float64(case: FormatCase, kind: str, backend: str
         assert_right(found, out, weights)
 
 
+@pytest.mark.parametrize("case", FAMILIES, ids=case_id)
+def test_a_range_has_its_own_rows(case: FormatCase, backend: str) -> None:
+    """Swizzled scales are those of the whole buffer: rows count from where the range starts."""
+    scales = torch.linspace(0.25, 4.0, 9)[:, None]
+    out = mlacast.quantize_output(torch.randn(9, 1024) * scales, case.build(), num_groups=2)
+    for shape in ((2, 24, 512), (24, 1024)):
+        weights = projections.draw_weights("float32", shape)
+        assert_right(project(out[3:7], weights, backend=backend), out[3:7], weights)
+
+
+def test_a_block_of_scales_may_be_partial(backend: str) -> None:
+    """192 features a group: two blocks a group, three a row of two groups."""
+    out = mlacast.quantize_output(torch.randn(5, 384), mlacast.Mxfp8(), num_groups=2)
+    for shape, blocks in (((2, 24, 192), 2), ((24, 384), 3)):
+        weights = projections.draw_weights("blocks_128", shape)
+        assert weights.weight_sf is not None
+        assert weights.weight_sf.shape[-1] == blocks
+        assert_right(project(out, weights, backend=backend), out, weights)
+
+
 def test_bytes_may_be_float8_e8m0fnu(backend: str) -> None:
     out = mlacast.quantize_output(torch.randn(5, 512), mlacast.Mxfp8())
     weights = projections.draw_weights("bytes_32", (1, 24, 512))
@@ -144,6 +164,10 @@ def test_who_multiplies_a_linear_layer_on_hopper() -> None:
     data = torch.zeros(6, 2, 768).to(torch.float8_e4m3fn)[..., :512]
     apart = mlacast.QuantizedTensor(data, mxfp8.sf, mlacast.Mxfp8())
     assert "kernels.triton" in chosen(apart, weights)
+    # A block of scales that lies in two groups, as grouped weights have none.
+    odd = mlacast.quantize_output(torch.randn(6, 384), mlacast.Mxfp8(), num_groups=2)
+    assert "reference" in chosen(odd, projections.draw_weights("blocks_128", (24, 384)))
+    assert "kernels.triton" in chosen(odd, projections.draw_weights("blocks_128", (2, 24, 192)))
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 63, 64, 66])

@@ -42,6 +42,9 @@ def test_codes_at_no_multiple_of_four_bytes() -> None:
         assert layout_features((), 512, 0.1, (), codes) == {"rows:unaligned"}
     for codes in (wide[:1, :1, 4:516], torch.zeros(3, 2, 516, dtype=torch.uint8)[:, :, :512]):
         assert layout_features((), 512, 0.1, (), codes) == frozenset()
+    # Rows apart by multiples of 4 that start at none.
+    shifted = torch.zeros(3, 2, 516, dtype=torch.uint8)[:, :, 2:514]
+    assert layout_features((), 512, 0.1, (), shifted) == {"rows:unaligned"}
     codes = wide.view(torch.float8_e4m3fn)[:, :, 2:514]
     out = mlacast.QuantizedTensor(codes, None, mlacast.Fp8Tensor(1.0))
     kv, indices = torch.zeros(3, 512).bfloat16(), torch.zeros(3, 1, dtype=torch.int32)
