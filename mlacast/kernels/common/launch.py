@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -21,36 +20,21 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from mlacast.kernels.common.device import on_device_of
+from mlacast.kernels.common.launch_code import (
+    BoundStep,
+    Constant,
+    Descriptor,
+    Pointer,
+    allocator,
+    is_set,
+    readiness,
+    straight_line,
+)
 from mlacast.kernels.common.targets import StoreTarget
 
 # A compiled kernel of these versions is run with grid, stream, function, packed metadata, launch
 # metadata, two hooks and the bound arguments. Others launch through Triton every time.
 _KNOWN_TRITON = ("3.6", "3.7", "3.8", "3.9")
-
-
-class _Base:
-    """An address where Triton looks for the tensor of a descriptor."""
-
-    __slots__ = ("_address",)
-
-    def __init__(self, address: int) -> None:
-        self._address = address
-
-    def data_ptr(self) -> int:
-        """Return the address."""
-        return self._address
-
-
-class _Descriptor:
-    """A tensor descriptor as Triton reads one at launch."""
-
-    __slots__ = ("base", "padding", "shape", "strides")
-
-    def __init__(self, address: int, shape: Any, strides: Any, padding: str) -> None:
-        self.base = _Base(address)
-        self.shape = shape
-        self.strides = strides
-        self.padding = padding
 
 
 def _is_descriptor(value: Any) -> bool:
@@ -127,10 +111,7 @@ class Launches:
         if ".".join(triton.__version__.split(".")[:2]) not in _KNOWN_TRITON:
             return None
         sources = {id(tensor): at for at, tensor in enumerate([*tensors, *self._scratch])}
-        constants: list[Any] = []
-        pointers: dict[tuple[int, int], int] = {}
-        descriptors: list[tuple[int, int, tuple[Any, ...]]] = []
-        steps: list[tuple[Any, ...]] = []
+        steps: list[BoundStep] = []
         for step in self._steps:
             compiled = step.compiled
             is_ours = isinstance(step.kernel, JITFunction) and compiled is not None
@@ -138,40 +119,24 @@ class Launches:
                 return None
             if hasattr(compiled, "result"):
                 compiled = compiled.result()
-            places = []
+            arguments: list[Constant | Pointer] = []
             for value in step.values:
                 is_descriptor = _is_descriptor(value)
                 if not is_descriptor and not isinstance(value, torch.Tensor):
-                    places.append(len(constants))
-                    constants.append(value)
+                    arguments.append(Constant(value))
                     continue
                 tensor = value.base if is_descriptor else value
                 base, _ = self._bases.get(id(tensor), (tensor, tensor))
                 if id(base) not in sources:
                     return None
-                source = (sources[id(base)], tensor.data_ptr() - base.data_ptr())
-                pointer = pointers.setdefault(source, len(pointers))
+                form = None
                 if is_descriptor:
-                    # A constant that every call replaces.
                     form = (list(value.shape), list(value.strides), value.padding)
-                    descriptors.append((len(constants), pointer, form))
-                    places.append(len(constants))
-                    constants.append(None)
-                else:
-                    places.append(-1 - pointer)
-            steps.append((step.kernel, compiled, step.grid, places))
-        # Addresses stand behind the constants, in the order in which they were met.
-        steps = [
-            (
-                kernel,
-                compiled,
-                grid,
-                itemgetter(*(len(constants) - 1 - at if at < 0 else at for at in places)),
-            )
-            for kernel, compiled, grid, places in steps
-        ]
+                offset = tensor.data_ptr() - base.data_ptr()
+                arguments.append(Pointer(sources[id(base)], offset, form))
+            steps.append(BoundStep(step.kernel, compiled, step.grid, tuple(arguments)))
         sizes = [scratch.numel() for scratch in self._scratch]
-        return Plan(self._device, steps, sizes, constants, list(pointers), descriptors)
+        return Plan(self._device, steps, len(tensors), sizes)
 
 
 class Plan:
@@ -179,31 +144,32 @@ class Plan:
 
     Args:
         device: Where they run.
-        steps: (Triton function, compiled kernel, grid, picks its arguments from the pool).
+        steps: The launches.
+        num_tensors: Tensors of the call.
         scratch_sizes: float32 elements of each scratch tensor.
-        constants: The pool's first part.
-        pointers: Its second part: (number of the tensor or scratch, distance from its start).
-        descriptors: (its place among the constants, number of its pointer, its shape, strides and
-            padding); a descriptor itself would keep its tensor alive.
+
+    Attributes:
+        launch: A function of the addresses, each one argument, that launches everything on the
+            current stream. It may only be called right after ``is_ready()``.
+        is_ready: Whether the device of the launches is current and no hook listens.
+        empty: ``empty(sizes, strides, dtype)`` on the current device of that type.
     """
 
-    __slots__ = ("_constants", "_descriptors", "_device", "_pointers", "_scratch_sizes", "_steps")
+    __slots__ = ("_device", "_scratch_sizes", "_steps", "empty", "is_ready", "launch")
 
     def __init__(
         self,
         device: torch.device,
-        steps: Sequence[tuple[Any, ...]],
+        steps: Sequence[BoundStep],
+        num_tensors: int,
         scratch_sizes: Sequence[int],
-        constants: list[Any],
-        pointers: Sequence[tuple[int, int]],
-        descriptors: Sequence[tuple[int, int, tuple[Any, ...]]],
     ) -> None:
         self._device = device
         self._steps = steps
         self._scratch_sizes = scratch_sizes
-        self._constants = constants
-        self._pointers = pointers
-        self._descriptors = descriptors
+        self.empty = allocator(device)
+        self.is_ready = readiness(device, [step.kernel for step in steps])
+        self.launch = straight_line(device, steps, num_tensors, scratch_sizes)
 
     def __call__(self, addresses: list[int]) -> None:
         """Launch everything again, on the current stream of the device.
@@ -212,43 +178,43 @@ class Plan:
             addresses: Start of each tensor given to `Launches.bind`, in that order; each at the
                 same distance from a multiple of 16 bytes as then.
         """
-        active, index = driver.active, self._device.index or 0
-        if active.get_current_device() == index:
-            self._run(active.get_current_stream(index), addresses)
-        else:
-            with on_device_of(self._device):
-                self._run(active.get_current_stream(index), addresses)
+        if self.is_ready():
+            self.launch(*addresses)
+            return
+        with on_device_of(self._device):
+            self._run(driver.active.get_current_stream(self._device.index or 0), addresses)
 
     def _run(self, stream: int, addresses: list[int]) -> None:
+        """Launch everything with the hooks that are set."""
         scratch = [
             torch.empty(size, dtype=torch.float32, device=self._device)
             for size in self._scratch_sizes
         ]
-        if scratch:
-            addresses = [*addresses, *[tensor.data_ptr() for tensor in scratch]]
-        pool = [*self._constants, *[addresses[at] + offset for at, offset in self._pointers]]
-        for place, pointer, form in self._descriptors:
-            pool[place] = _Descriptor(pool[len(self._constants) + pointer], *form)
+        starts = [*addresses, *(tensor.data_ptr() for tensor in scratch)]
         enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-        hooked = _is_set(enter) or _is_set(leave)
+        hooked = is_set(enter) or is_set(leave)
         if not hooked:
             enter = leave = None
-        for kernel, compiled, grid, pick in self._steps:
-            arguments = pick(pool)
-            for hook in kernel.pre_run_hooks:
+        for step in self._steps:
+            compiled = step.compiled
+            arguments = [_argument(argument, starts) for argument in step.arguments]
+            for hook in step.kernel.pre_run_hooks:
                 hook(*arguments)
             compiled.run(
-                *grid,
+                *step.grid,
                 stream,
                 compiled.function,
                 compiled.packed_metadata,
-                compiled.launch_metadata(grid, stream, *arguments) if hooked else None,
+                compiled.launch_metadata(step.grid, stream, *arguments) if hooked else None,
                 enter,
                 leave,
                 *arguments,
             )
 
 
-def _is_set(hook: Any) -> bool:
-    """Whether anybody listens: hooks are None, or a chain of calls that may be empty."""
-    return hook is not None and bool(getattr(hook, "calls", True))
+def _argument(argument: Constant | Pointer, starts: Sequence[int]) -> Any:
+    """An argument of a launch, given where the tensors start."""
+    if isinstance(argument, Constant):
+        return argument.value
+    address = starts[argument.number] + argument.offset
+    return address if argument.form is None else Descriptor(address, *argument.form)
