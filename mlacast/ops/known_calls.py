@@ -11,74 +11,24 @@ Tracing, tensor subclasses, dispatch modes and profilers take the long way, thro
 
 from __future__ import annotations
 
-import functools
-import os
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from mlacast.descriptors.kv_format import KvFormat
-from mlacast.descriptors.out_format import Bf16, Fp8Group, Fp8Tensor, Mxfp8, Nvfp4
-from mlacast.descriptors.quantized_tensor import QuantizedTensor
-from mlacast.descriptors.rope import Rope
-from mlacast.dispatch.select import BACKEND_VARIABLE
-from mlacast.ops.value_checks import VALIDATE_VARIABLE
+from mlacast.ops.signature import describe, metadata_of, nobody_listens
+from mlacast.ops.straight_calls import Pair, Plan, Straight, write_call
 
 # Sets of facts that are kept, and calls with the same facts whose tensors differ in metadata. A
 # call takes a few kilobytes.
 MAX_FACTS = 1024
 MAX_METADATA = 16
-_NUMBERS = frozenset({int, bool, str})
-_SAME = "same as tensor"
-# Described by all their attributes.
-_DESCRIPTORS: set[type] = {Bf16, Fp8Group, Fp8Tensor, Mxfp8, Nvfp4, QuantizedTensor, Rope}
-# Described by their type.
-_OPAQUE: set[type] = set()
+# Calls of an operation that are tried one after the other before the tables are asked.
+MAX_RECENT = 8
 
-_len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
-_len_torch_function_stack = torch._C._len_torch_function_stack
-_peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
-_get_tracing_state = torch._C._get_tracing_state
-_profiler_enabled = torch._C._autograd._profiler_enabled
-
-Described = TypeVar("Described", bound=type)
-
-
-def _reader(variable: str) -> Callable[[], str | bytes | None]:
-    """A function that reads an environment variable as it is now.
-
-    ``os.environ`` spends more than a microsecond to say that a variable is not set; the dictionary
-    below it a tenth.
-    """
-    data = getattr(os.environ, "_data", None)
-    if isinstance(data, dict) and os.name == "posix":
-        return functools.partial(data.get, os.fsencode(variable))
-    return functools.partial(os.environ.get, variable)
-
-
-_read_validate = _reader(VALIDATE_VARIABLE)
-_read_backend = _reader(BACKEND_VARIABLE)
-_OFF = (None, "", "0", b"", b"0")
-
-
-def described_by_attributes(kind: Described) -> Described:
-    """Let calls be known that take a ``kind``: a class whose attributes say all there is to it."""
-    _DESCRIPTORS.add(kind)
-    return kind
-
-
-def described_by_type(kind: Described) -> Described:
-    """Let calls be known that take a ``kind``: its contents are looked at in every call."""
-    _OPAQUE.add(kind)
-    return kind
-
-
-class Plan(Protocol):
-    """Launches of a call as a function of the addresses of its tensors."""
-
-    def __call__(self, addresses: list[int], /) -> None:
-        """Launch on the current stream."""
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 
 class Launched(Protocol):
@@ -86,6 +36,18 @@ class Launched(Protocol):
 
     def bind(self, tensors: Sequence[torch.Tensor], /) -> Plan | None:
         """Return the plan, None if the launches cannot be repeated."""
+
+
+class Repeated(NamedTuple):
+    """A call of an operator that was repeated: the call, its arguments, the fresh ones of them."""
+
+    known: KnownCall
+    arguments: Sequence[Any]
+    fresh: Sequence[torch.Tensor | None]
+
+
+# A function of a tensor of the result, and that tensor.
+After = tuple[Callable[[torch.Tensor], object], torch.Tensor]
 
 
 class KnownCall:
@@ -97,7 +59,7 @@ class KnownCall:
         outputs: Of the tensors among them, in order, those that may overlap another one.
     """
 
-    __slots__ = ("_are_flat", "_pairs", "_positions", "plan")
+    __slots__ = ("_are_flat", "_pairs", "_positions", "_straight", "_was_written", "plan")
 
     def __init__(
         self, plan: Plan | None, arguments: Sequence[Any], outputs: Sequence[int] = ()
@@ -107,8 +69,10 @@ class KnownCall:
         flat = _flatten(arguments)
         self._positions = [at for at, value in enumerate(flat) if isinstance(value, torch.Tensor)]
         sizes = [_bytes_spanned(flat[at]) for at in self._positions]
+        self._straight: Straight | None = None
+        self._was_written = False
         self._pairs = [
-            (output, sizes[output], other, sizes[other])
+            Pair(output, sizes[output], other, sizes[other])
             for output in outputs
             for other in range(len(sizes))
             if other not in outputs or other > output
@@ -134,12 +98,107 @@ class KnownCall:
         plan(addresses)
         return True
 
+    def written(
+        self,
+        values: Sequence[Any],
+        repeated: Repeated,
+        result: Any,
+        after: Sequence[After],
+        *,
+        is_public: bool,
+    ) -> Straight | None:
+        """Return the function of ``values`` that makes this call, written when first asked for.
+
+        Args:
+            values: Arguments by which this call was found.
+            repeated: What has just been repeated for it: itself, or the one call that it makes.
+            result: What the caller gets.
+            after: What is done with tensors of the result after the launches.
+            is_public: Whether the operator stands behind this call and may be listened to.
+        """
+        if not self._was_written:
+            self._was_written = True
+            core, arguments, fresh = repeated
+            if core.plan is not None:
+                flat = arguments if core._are_flat else _flatten(arguments)
+                self._straight = write_call(
+                    values,
+                    core.plan,
+                    [flat[at] for at in core._positions],
+                    core._pairs,
+                    [tensor for tensor in fresh if tensor is not None],
+                    result,
+                    after,
+                    is_public=is_public,
+                )
+        return self._straight
+
 
 class Calls:
-    """A bounded table of calls; the oldest leave first."""
+    """A bounded table of calls; the oldest leave first.
 
-    def __init__(self) -> None:
+    Args:
+        is_public: Whether the calls are those of public functions, behind which operators stand.
+    """
+
+    def __init__(self, is_public: bool = True) -> None:
         self._calls: dict[tuple[object, ...], list[tuple[Any, KnownCall]]] = {}
+        self._recent: dict[str, tuple[Straight, ...]] = {}
+        self._is_public = is_public
+
+    def repeat(self, op: str, values: Sequence[Any]) -> Any:
+        """Make a call again if it was made twice.
+
+        Args:
+            op: Name of the operation.
+            values: Every argument on which its checks or its launches depend.
+
+        Returns:
+            What the call returns, True if that is None; None if nothing was done.
+        """
+        # Traced by torch.compile, which knows this function.
+        if _is_dynamo_compiling() or _RECORD.entries is not None:
+            return None
+        recent = self._recent.get(op, ())
+        for straight in recent:
+            result = straight(*values)
+            if result is not None:
+                if straight is not recent[0]:
+                    self._put_first(op, straight)
+                return result
+        return None
+
+    def keep(
+        self,
+        op: str,
+        values: Sequence[Any],
+        known: KnownCall | None,
+        repeated: Sequence[Repeated],
+        result: Any,
+        after: Sequence[After] = (),
+    ) -> None:
+        """Let `repeat` find a call that has just been repeated.
+
+        Args:
+            op: Name of the operation.
+            values: Arguments by which it was found.
+            known: What `find` gave; a call that is not known is not kept.
+            repeated: Calls of operators that were made for it; none is kept but of a single one.
+            result: What the caller gets: things among ``values``, fresh tensors, views of all of
+                one, a tuple of these, or None.
+            after: What is done with tensors of the result after the launches.
+        """
+        if known is None or len(repeated) != 1:
+            return
+        is_public = self._is_public
+        straight = known.written(values, repeated[0], result, after, is_public=is_public)
+        if straight is not None:
+            self._put_first(op, straight)
+
+    def _put_first(self, op: str, straight: Straight) -> None:
+        others = [other for other in self._recent.get(op, ()) if other is not straight]
+        # A new tuple: another thread may be walking through the old one.
+        self._recent[op] = (straight, *others[: MAX_RECENT - 1])
 
     def find(self, op: str, values: Sequence[Any]) -> KnownCall | None:
         """Return the call of ``op`` with the signature of ``values``, None if it is not known.
@@ -150,7 +209,7 @@ class Calls:
         """
         if torch.compiler.is_compiling():
             return None
-        described = _describe(op, values)
+        described = describe(op, values)
         if described is None:
             return None
         facts, tensors = described
@@ -161,7 +220,7 @@ class Calls:
 
     def remember(self, op: str, values: Sequence[Any], call: KnownCall) -> None:
         """Keep ``call`` unless ``values`` have no signature."""
-        described = _describe(op, values)
+        described = describe(op, values)
         if described is None:
             return
         facts, tensors = described
@@ -169,7 +228,7 @@ class Calls:
             self._calls.pop(next(iter(self._calls)), None)
         # A new list: another thread may be walking through the old one.
         kept = self._calls.get(facts, [])[: MAX_METADATA - 1]
-        self._calls[facts] = [(_metadata_of(tensors), call), *kept]
+        self._calls[facts] = [(metadata_of(tensors), call), *kept]
 
     def check_once(self, op: str, check: Callable[..., None], values: Sequence[Any]) -> None:
         """Call ``check(*values)``, which looks at metadata only, unless it accepted their like."""
@@ -181,96 +240,34 @@ class Calls:
     def clear(self) -> None:
         """Forget everything."""
         self._calls.clear()
+        self._recent.clear()
+
+
+class _Record(threading.local):
+    """Known calls that this thread has repeated since somebody asked for them."""
+
+    entries: list[Repeated] | None = None
+
+
+_RECORD = _Record()
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Repeated]]:
+    """Collect the known calls that public functions repeat meanwhile in this thread.
+
+    A function that does no more than one of them, and views, may be kept by `Calls.keep_recorded`.
+    """
+    outer, _RECORD.entries = _RECORD.entries, []
+    try:
+        yield _RECORD.entries
+    finally:
+        _RECORD.entries = outer
 
 
 # Calls of public functions by the caller's arguments, and of operators by the operator's.
 PUBLIC = Calls()
-OPERATORS = Calls()
-
-
-class PlainMetadata:
-    """Type, shape, strides, dtype and device of tensors, compared in Python."""
-
-    def __init__(self, *tensors: torch.Tensor) -> None:
-        self._facts = self._read(tensors)
-
-    @staticmethod
-    def _read(tensors: Sequence[torch.Tensor]) -> list[object]:
-        return [(type(t), t.shape, t.stride(), t.dtype, t.device) for t in tensors]
-
-    def check(self, *tensors: torch.Tensor) -> bool:
-        """Whether other tensors have the same metadata."""
-        return self._read(tensors) == self._facts
-
-
-def _metadata_of(tensors: Iterable[torch.Tensor]) -> Any:
-    """What ``check(*tensors)`` compares with: torch's own guards, ten times faster than Python."""
-    guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
-    if guards is None:
-        return PlainMetadata(*tensors)
-    return guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-
-
-def _describe(
-    op: str, values: Iterable[Any]
-) -> tuple[tuple[object, ...], Iterable[torch.Tensor]] | None:
-    """Split what a call's host work depends on into hashable facts and metadata of tensors.
-
-    Returns:
-        The facts (every other argument, alignments of the tensors, the backend of the environment)
-        and the tensors; None for tensor subclasses and foreign objects, and while values are
-        validated (MLACAST_VALIDATE), so that every call is checked.
-    """
-    if _read_validate() not in _OFF:
-        return None
-    facts: list[object] = [op, _read_backend()]
-    tensors: dict[int, torch.Tensor] = {}
-    try:
-        known = _add_facts(facts, tensors, values)
-    except RuntimeError:
-        # A tensor that a transform wraps has no address.
-        return None
-    return (tuple(facts), tensors.values()) if known else None
-
-
-def _add_facts(
-    facts: list[object], tensors: dict[int, torch.Tensor], values: Iterable[Any]
-) -> bool:
-    """Append the facts of each value, the first of which tells how many follow.
-
-    Tensors are collected by identity; of one that comes again the fact says which it is.
-    """
-    for value in values:
-        kind = type(value)
-        if value is None:
-            facts.append(None)
-        elif kind is torch.Tensor or kind is torch.nn.Parameter:
-            if id(value) in tensors:
-                facts += (_SAME, list(tensors).index(id(value)))
-            else:
-                tensors[id(value)] = value
-                facts.append(value.data_ptr() & 31)
-        elif kind is float:
-            # 0.0 == -0.0, yet their products differ.
-            facts += (float, value or str(value))
-        elif kind in _NUMBERS:
-            # 1 == True, yet a check may take only one of them.
-            facts += (kind, value)
-        elif kind is KvFormat:
-            facts += (KvFormat, value.name)
-        elif kind in _DESCRIPTORS:
-            facts.append(kind)
-            if not _add_facts(facts, tensors, vars(value).values()):
-                return False
-        elif kind in _OPAQUE:
-            facts.append(kind)
-        elif kind is list or kind is tuple:
-            facts += (kind, len(value))
-            if not _add_facts(facts, tensors, value):
-                return False
-        else:
-            return False
-    return True
+OPERATORS = Calls(is_public=False)
 
 
 def run_operator(op: str, run: Callable[..., Any], arguments: Sequence[Any]) -> Any:
@@ -282,8 +279,11 @@ def run_operator(op: str, run: Callable[..., Any], arguments: Sequence[Any]) -> 
             what its launcher returned.
         arguments: Arguments of the operator.
     """
+    if OPERATORS.repeat(op, arguments) is not None:
+        return None
     call = OPERATORS.find(op, arguments)
     if call is not None and call.repeat(arguments):
+        OPERATORS.keep(op, arguments, call, [Repeated(call, arguments, ())], None)
         return None
     # Forward only: without this, some outputs would carry a graph and others not.
     with torch.no_grad():
@@ -304,6 +304,7 @@ def call_operator(
     values: Sequence[Any],
     arguments: Sequence[Any],
     fresh: Sequence[torch.Tensor | None],
+    result: Any,
 ) -> None:
     """Last step of a public function: fill its outputs through the operator, or by a known call.
 
@@ -314,8 +315,13 @@ def call_operator(
         values: The caller's arguments.
         arguments: Arguments of the operator.
         fresh: Outputs among them that the public function has just allocated.
+        result: What it will return.
     """
     if known is not None and nobody_listens() and known.repeat(arguments):
+        repeated = Repeated(known, arguments, fresh)
+        if _RECORD.entries is not None:
+            _RECORD.entries.append(repeated)
+        PUBLIC.keep(op, values, known, [repeated], result)
         return
     operator(*arguments)
     if known is None and not torch.compiler.is_compiling():
@@ -347,18 +353,6 @@ def learn(
     plan = None if core is None else core.plan
     outputs = _outputs(core_op, core_arguments, fresh)
     calls.remember(op, values, KnownCall(plan, tensors, outputs))
-
-
-def nobody_listens() -> bool:
-    """Whether no mode, transform, tracer or profiler would see an operator that is called now."""
-    return not (
-        torch.compiler.is_compiling()
-        or _len_torch_dispatch_stack()
-        or _len_torch_function_stack()
-        or _peek_interpreter_stack() is not None
-        or _get_tracing_state() is not None
-        or _profiler_enabled()
-    )
 
 
 def _outputs(

@@ -61,6 +61,9 @@ def v_up_project(
     Source: the product with W_UV that vLLM's MLA layer makes after an absorbed decode.
     """
     values = (latent_out, w_uv, out, out_format, num_groups, backend)
+    repeated: Output | None = PUBLIC.repeat(OP, values)
+    if repeated is not None:
+        return repeated
     known = PUBLIC.find(OP, values)
     if known is None:
         _check(latent_out, w_uv, backend)
@@ -80,7 +83,7 @@ def v_up_project(
         backend or "",
     )
     operator = torch.ops.mlacast.v_up_project
-    call_operator(operator, OP, known, values, arguments, target.fresh)
+    call_operator(operator, OP, known, values, arguments, target.fresh, result)
     return result
 
 

@@ -23,7 +23,7 @@ from mlacast.compat.flash_mla._fused_checks import DECODE, PREFILL
 from mlacast.compat.flash_mla.placement import v41_placement
 from mlacast.compat.flash_mla.weight_permutation import permute_q_b_proj, permute_wv_proj
 from mlacast.errors import fail
-from mlacast.ops.known_calls import nobody_listens
+from mlacast.ops.signature import nobody_listens
 
 __all__ = ["decode", "permute_q_b_proj", "permute_wv_proj", "prefill"]
 

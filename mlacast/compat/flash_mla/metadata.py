@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from mlacast.errors import fail
-from mlacast.ops.known_calls import described_by_type
+from mlacast.ops.signature import described_by_type
 
 
-@described_by_type
+@described_by_type("have_initialized", "config", "tile_scheduler_metadata")
 @dataclass
 class FlashMLASchedMeta:
     """What the first call of ``flash_mla_with_kvcache`` remembers for the later ones.
