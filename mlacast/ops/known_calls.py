@@ -230,12 +230,27 @@ class Calls:
         kept = self._calls.get(facts, [])[: MAX_METADATA - 1]
         self._calls[facts] = [(metadata_of(tensors), call), *kept]
 
-    def check_once(self, op: str, check: Callable[..., None], values: Sequence[Any]) -> None:
-        """Call ``check(*values)``, which looks at metadata only, unless it accepted their like."""
-        if self.find(op, values) is None:
+    def check_once(
+        self, op: str, check: Callable[..., None], values: Sequence[Any], *settings: Any
+    ) -> KnownCall | None:
+        """Call ``check(*values)``, which looks at metadata only, unless it accepted their like.
+
+        Args:
+            op: Name of the operation.
+            check: Raises if a value is wrong.
+            values: Every argument of the operation.
+            *settings: What else tells calls apart.
+
+        Returns:
+            The call, for `keep`, if its like was accepted.
+        """
+        key = (*values, *settings)
+        known = self.find(op, key)
+        if known is None:
             check(*values)
             if not torch.compiler.is_compiling():
-                self.remember(op, values, KnownCall(None, ()))
+                self.remember(op, key, KnownCall(None, ()))
+        return known
 
     def clear(self) -> None:
         """Forget everything."""

@@ -109,7 +109,7 @@ def _leading() -> tuple[Any, ...]:
 
 def _pair() -> tuple[torch.Tensor, torch.Tensor]:
     codes = torch.empty(TOKENS, 2, HEADS * 256, dtype=torch.float8_e4m3fn)
-    return codes, torch.empty_strided((TOKENS, 2, 16), (1, 64, 4), dtype=torch.int32)
+    return codes, torch.empty_strided((TOKENS, 2, HEADS * 2), (1, HEADS * 8, 4), dtype=torch.int32)
 
 
 def _fused_prefill() -> Callable[[], object]:

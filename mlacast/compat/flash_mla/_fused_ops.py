@@ -21,7 +21,7 @@ from mlacast.descriptors.out_format import Mxfp8
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.descriptors.rope import Rope
 from mlacast.layouts.sf_mn_major import allocate_mn_major_padded
-from mlacast.ops.known_calls import OPERATORS, learn
+from mlacast.ops.known_calls import OPERATORS, PUBLIC, KnownCall, Repeated, learn
 from mlacast.ops.output import to_arguments
 from mlacast.ops.sparse_mla_decode import operator_arguments as decode_arguments
 from mlacast.ops.sparse_mla_decode import sparse_mla_decode
@@ -176,9 +176,29 @@ def repeat_prefill(
     call = PrefillCall(*arguments)
     rows, pair = _memory(call, call.out_fp8, call.out_sf)
     max_logits, lse = _per_head(call), _per_head(call)
-    if not known.repeat(_prefill_tensors(call, *rows, max_logits, lse)):
+    tensors = _prefill_tensors(call, *rows, max_logits, lse)
+    if not known.repeat(tensors):
         return None
-    return *pair, max_logits, mark_empty_rows_(lse)
+    returned = (*pair, max_logits, mark_empty_rows_(lse))
+    _keep(checks.PREFILL, arguments, known, tensors, (max_logits, lse), returned)
+    return returned
+
+
+def _keep(
+    op: str,
+    values: Sequence[Any],
+    known: KnownCall,
+    tensors: Sequence[torch.Tensor | None],
+    fresh: Sequence[torch.Tensor],
+    returned: Sequence[torch.Tensor],
+) -> None:
+    """Let ``PUBLIC.repeat(op, values)`` find a call that was repeated: one into a given pair.
+
+    Scales that are allocated here come with zeroed padding, so they are not ``fresh``.
+    """
+    repeated = Repeated(known, tensors, fresh)
+    after = [(mark_empty_rows_, fresh[-1])]
+    PUBLIC.keep(op, values, known, [repeated], returned, after)
 
 
 def _fake_prefill(*arguments: Any, **keywords: Any) -> tuple[torch.Tensor, ...]:
@@ -278,9 +298,12 @@ def repeat_decode(
         return None
     rows, pair = _memory(call, call.out_fp8, call.out_sf)
     lse = _per_head(call)
-    if not known.repeat(_decode_tensors(call, *rows, lse)):
+    tensors = _decode_tensors(call, *rows, lse)
+    if not known.repeat(tensors):
         return None
-    return *pair, mark_empty_rows_(lse)
+    returned = (*pair, mark_empty_rows_(lse))
+    _keep(checks.DECODE, (*arguments, v41_placement()), known, tensors, (lse,), returned)
+    return returned
 
 
 def _fake_decode(*arguments: Any, **keywords: Any) -> tuple[torch.Tensor, ...]:

@@ -44,7 +44,7 @@ def _by_head(lse: torch.Tensor) -> torch.Tensor:
     return mark_empty_rows_(lse).transpose(1, 2).contiguous()
 
 
-def _can_flatten(out: torch.Tensor) -> bool:
+def can_flatten(out: torch.Tensor) -> bool:
     """Whether the token dimensions [b, s_q] of ``out`` are one strided dimension."""
     b, s_q = out.shape[:2]
     return b <= 1 or s_q <= 1 or out.stride(0) == s_q * out.stride(1)
@@ -88,7 +88,7 @@ def dense_decode(
     check_lengths(OP, "cache_seqlens", cache_seqlens, "b", sizes, device)
     config = _config(q, k_cache, causal=causal, is_fp8_kvcache=False)
     metadata.check(OP, config)
-    target = out if out is not None and _can_flatten(out) else None
+    target = out if out is not None and can_flatten(out) else None
     result, lse = dense_mla_decode(
         q,
         k_cache,
@@ -144,7 +144,7 @@ def sparse_decode(
     metadata.check(OP, config)
     b, s_q, h_q = q.shape[0], q.shape[1], q.shape[2]
     schedule = _schedule(metadata, config, kv_format, extra_format)
-    target = out.view(b * s_q, h_q, D_V) if out is not None and _can_flatten(out) else None
+    target = out.view(b * s_q, h_q, D_V) if out is not None and can_flatten(out) else None
     result, lse = sparse_mla_decode(
         q.flatten(0, 1),
         k_cache,
@@ -170,7 +170,7 @@ def _deliver(result: object, out: torch.Tensor | None) -> torch.Tensor:
     assert isinstance(result, torch.Tensor), "a bfloat16 call returns a tensor"
     if out is None:
         return result
-    if not _can_flatten(out):
+    if not can_flatten(out):
         out.copy_(result)
     return out
 

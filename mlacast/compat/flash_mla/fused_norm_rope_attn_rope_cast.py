@@ -23,6 +23,7 @@ from mlacast.compat.flash_mla._fused_checks import DECODE, PREFILL
 from mlacast.compat.flash_mla.placement import v41_placement
 from mlacast.compat.flash_mla.weight_permutation import permute_q_b_proj, permute_wv_proj
 from mlacast.errors import fail
+from mlacast.ops.known_calls import PUBLIC
 from mlacast.ops.signature import nobody_listens
 
 __all__ = ["decode", "permute_q_b_proj", "permute_wv_proj", "prefill"]
@@ -34,6 +35,8 @@ def __dir__() -> list[str]:
 
 
 OutPair = tuple[torch.Tensor, torch.Tensor]
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Quartet = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _pair_or_nothing(out: object) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -153,8 +156,11 @@ def prefill(
         given_fp8,
         given_sf,
     )
-    if (out is None or given_fp8 is not None) and nobody_listens():
-        repeated = _fused_ops.repeat_prefill(arguments)
+    if out is None or given_fp8 is not None:
+        kept: Quartet | None = PUBLIC.repeat(op, arguments)
+        if kept is not None:
+            return kept
+        repeated = _fused_ops.repeat_prefill(arguments) if nobody_listens() else None
         if repeated is not None:
             return repeated
     check_flags(
@@ -279,8 +285,11 @@ def decode(
         given_fp8,
         given_sf,
     )
-    if (out is None or given_fp8 is not None) and nobody_listens():
-        repeated = _fused_ops.repeat_decode(arguments)
+    if out is None or given_fp8 is not None:
+        kept: Triple | None = PUBLIC.repeat(op, (*arguments, v41_placement()))
+        if kept is not None:
+            return kept
+        repeated = _fused_ops.repeat_decode(arguments) if nobody_listens() else None
         if repeated is not None:
             return repeated
     check_flags(

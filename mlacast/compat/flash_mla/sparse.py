@@ -22,7 +22,7 @@ from mlacast.compat.flash_mla._checks import (
 )
 from mlacast.compat.flash_mla._empty_rows import mark_empty_rows_
 from mlacast.errors import check_tensor
-from mlacast.ops.known_calls import PUBLIC
+from mlacast.ops.known_calls import PUBLIC, recorded
 from mlacast.ops.sparse_mla_prefill import sparse_mla_prefill
 
 OP = "flash_mla_sparse_fwd"
@@ -66,18 +66,24 @@ def flash_mla_sparse_fwd(
         UnsupportedError: No backend covers the call.
     """
     values = (q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out)
-    PUBLIC.check_once(OP, _check, values)
-    result, max_logits, lse = sparse_mla_prefill(
-        q,
-        kv,
-        indices,
-        sm_scale=sm_scale,
-        topk_length=topk_length,
-        attn_sink=attn_sink,
-        out=out,
-    )
+    repeated: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = PUBLIC.repeat(OP, values)
+    if repeated is not None:
+        return repeated
+    known = PUBLIC.check_once(OP, _check, values)
+    with recorded() as calls:
+        result, max_logits, lse = sparse_mla_prefill(
+            q,
+            kv,
+            indices,
+            sm_scale=sm_scale,
+            topk_length=topk_length,
+            attn_sink=attn_sink,
+            out=out,
+        )
     assert isinstance(result, torch.Tensor), "a bfloat16 call returns a tensor"
-    return result, max_logits, mark_empty_rows_(lse)
+    returned = (result, max_logits, mark_empty_rows_(lse))
+    PUBLIC.keep(OP, values, known, calls, returned, [(mark_empty_rows_, lse)])
+    return returned
 
 
 def _check(

@@ -19,10 +19,17 @@ from mlacast.compat.flash_mla._checks import (
     check_sink,
     check_tensors,
 )
-from mlacast.compat.flash_mla._paged_decode import OP, dense_decode, sparse_decode
+from mlacast.compat.flash_mla._paged_decode import (
+    OP,
+    can_flatten,
+    dense_decode,
+    sparse_decode,
+)
+from mlacast.compat.flash_mla._empty_rows import mark_empty_rows_
 from mlacast.compat.flash_mla.metadata import FlashMLASchedMeta
+from mlacast.compat.flash_mla.placement import v41_placement
 from mlacast.errors import check_type, fail
-from mlacast.ops.known_calls import PUBLIC
+from mlacast.ops.known_calls import PUBLIC, recorded
 
 
 def flash_mla_with_kvcache(
@@ -109,7 +116,42 @@ def flash_mla_with_kvcache(
         extra_topk_length,
         out,
     )
-    PUBLIC.check_once(OP, _check, values)
+    # The format of a cache depends on this setting as on an argument.
+    placement = v41_placement()
+    repeated: tuple[torch.Tensor, torch.Tensor] | None
+    repeated = PUBLIC.repeat(OP, (*values, placement))
+    if repeated is not None:
+        return repeated
+    known = PUBLIC.check_once(OP, _check, values, placement)
+    with recorded() as calls:
+        returned = _decode(*values)
+    if out is None or can_flatten(out):
+        # Else the result was copied, which is no part of a call that is kept.
+        after = [(mark_empty_rows_, returned[1])]
+        PUBLIC.keep(OP, (*values, placement), known, calls, returned, after)
+    return returned
+
+
+def _decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: FlashMLASchedMeta,
+    num_splits: None,
+    softmax_scale: float | None,
+    causal: bool,
+    is_fp8_kvcache: bool,
+    indices: torch.Tensor | None,
+    attn_sink: torch.Tensor | None,
+    extra_k_cache: torch.Tensor | None,
+    extra_indices_in_kvcache: torch.Tensor | None,
+    topk_length: torch.Tensor | None,
+    extra_topk_length: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the mode that the checked arguments of ``flash_mla_with_kvcache`` ask for."""
     metadata = tile_scheduler_metadata
     sizes: dict[str, Any] = dict(zip(("b", "s_q", "h_q", "d_qk"), q.shape, strict=True))
     if softmax_scale is None:
