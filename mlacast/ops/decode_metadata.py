@@ -10,6 +10,7 @@ from mlacast.dispatch.arch import arch_of
 from mlacast.dispatch.select import load, requested_backend, select
 from mlacast.errors import check_tensor, check_type, fail
 from mlacast.ops import value_checks
+from mlacast.ops.known_calls import PUBLIC, call_operator
 from mlacast.ops.overlap import check_no_overlap
 from mlacast.ops.query import check_backend
 
@@ -61,6 +62,27 @@ def decode_metadata(
 
     Source: FlashMLA 9241ae3 and MATE (scheduler of sparse decode), rows in MATE's order.
     """
+    values = (lengths, num_parts, topk, overhead, backend)
+    repeated: tuple[torch.Tensor, torch.Tensor] | None = PUBLIC.repeat(OP, values)
+    if repeated is not None:
+        return repeated
+    known = PUBLIC.find(OP, values)
+    if known is None:
+        _check(*values)
+    batch, device = lengths.shape[0], lengths.device
+    parts = torch.empty((num_parts, ROW), dtype=torch.int32, device=device)
+    num_splits = torch.empty((batch + 1,), dtype=torch.int32, device=device)
+    result = (parts, num_splits)
+    arguments = (lengths, *result, topk, overhead, backend or "")
+    operator = torch.ops.mlacast.decode_metadata
+    call_operator(operator, OP, known, values, arguments, result, result)
+    return result
+
+
+def _check(
+    lengths: torch.Tensor, num_parts: int, topk: int | None, overhead: int, backend: str | None
+) -> None:
+    """Check the arguments of ``decode_metadata``."""
     check_tensor(OP, "lengths", lengths, "B", {}, dtype=torch.int32)
     for name, value, least in (("num_parts", num_parts, 1), ("overhead", overhead, 0)):
         check_type(OP, name, value, int, "an int")
@@ -71,11 +93,6 @@ def decode_metadata(
         if topk < 0:
             fail(OP, "topk", "not be negative", topk)
     check_backend(OP, backend)
-    batch, device = lengths.shape[0], lengths.device
-    parts = torch.empty((num_parts, ROW), dtype=torch.int32, device=device)
-    num_splits = torch.empty((batch + 1,), dtype=torch.int32, device=device)
-    torch.ops.mlacast.decode_metadata(lengths, parts, num_splits, topk, overhead, backend or "")
-    return parts, num_splits
 
 
 def num_multiprocessors(device: torch.device) -> int:

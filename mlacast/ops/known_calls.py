@@ -34,8 +34,14 @@ _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 class Launched(Protocol):
     """What a launcher may return: its launches, to be bound to the tensors of the call."""
 
+    result: torch.Tensor | None
+
     def bind(self, tensors: Sequence[torch.Tensor], /) -> Plan | None:
-        """Return the plan, None if the launches cannot be repeated."""
+        """Return the plan, None if the launches cannot be repeated.
+
+        Args:
+            tensors: Those of the call, and the result if the operator returns one.
+        """
 
 
 class Repeated(NamedTuple):
@@ -57,14 +63,31 @@ class KnownCall:
         plan: Its launches; None if it has to go through the operator.
         arguments: Arguments of the operator.
         outputs: Of the tensors among them, in order, those that may overlap another one.
+        result: What the operator returns, if it does: an argument more of the launches.
     """
 
-    __slots__ = ("_are_flat", "_pairs", "_positions", "_straight", "_was_written", "plan")
+    __slots__ = (
+        "_are_flat",
+        "_pairs",
+        "_positions",
+        "_straight",
+        "_was_written",
+        "plan",
+        "result_form",
+    )
 
     def __init__(
-        self, plan: Plan | None, arguments: Sequence[Any], outputs: Sequence[int] = ()
+        self,
+        plan: Plan | None,
+        arguments: Sequence[Any],
+        outputs: Sequence[int] = (),
+        result: torch.Tensor | None = None,
     ) -> None:
         self.plan = plan
+        self.result_form: tuple[Any, ...] | None = None
+        if result is not None:
+            self.result_form = (result.shape, result.stride(), result.dtype, result.device)
+            arguments = (*arguments, result)
         self._are_flat = not any(isinstance(value, (list, tuple)) for value in arguments)
         flat = _flatten(arguments)
         self._positions = [at for at, value in enumerate(flat) if isinstance(value, torch.Tensor)]
@@ -78,6 +101,13 @@ class KnownCall:
             if other not in outputs or other > output
             if sizes[output] and sizes[other]
         ]
+
+    def new_result(self) -> tuple[torch.Tensor, ...]:
+        """Allocate what the operator returns, nothing if it returns nothing."""
+        if self.result_form is None:
+            return ()
+        shape, strides, dtype, device = self.result_form
+        return (torch.empty_strided(shape, strides, dtype=dtype, device=device),)
 
     def repeat(self, arguments: Sequence[Any]) -> bool:
         """Launch with the addresses of ``arguments``, which have the signature of this call.
@@ -294,22 +324,30 @@ def run_operator(op: str, run: Callable[..., Any], arguments: Sequence[Any]) -> 
             what its launcher returned.
         arguments: Arguments of the operator.
     """
-    if OPERATORS.repeat(op, arguments) is not None:
-        return None
+    returned = OPERATORS.repeat(op, arguments)
+    if returned is not None:
+        return None if returned is True else returned
     call = OPERATORS.find(op, arguments)
-    if call is not None and call.repeat(arguments):
-        OPERATORS.keep(op, arguments, call, [Repeated(call, arguments, ())], None)
-        return None
+    if call is not None and call.plan is not None:
+        made = call.new_result()
+        repeated = Repeated(call, (*arguments, *made), made)
+        if call.repeat(repeated.arguments):
+            returned = made[0] if made else None
+            OPERATORS.keep(op, arguments, call, [repeated], returned)
+            return returned
     # Forward only: without this, some outputs would carry a graph and others not.
     with torch.no_grad():
         distinct = _distinct(arguments)
         launched = run(*distinct)
         if not hasattr(launched, "bind"):
             return launched
-        plan = launched.bind([v for v in _flatten(distinct) if isinstance(v, torch.Tensor)])
+        returned = launched.result
+        tensors = [v for v in _flatten(distinct) if isinstance(v, torch.Tensor)]
+        plan = launched.bind(tensors if returned is None else [*tensors, returned])
     if plan is not None:
-        OPERATORS.remember(op, arguments, KnownCall(plan, arguments, _outputs(op, arguments)))
-    return None
+        known = KnownCall(plan, arguments, _outputs(op, arguments), returned)
+        OPERATORS.remember(op, arguments, known)
+    return returned
 
 
 def call_operator(
@@ -320,6 +358,7 @@ def call_operator(
     arguments: Sequence[Any],
     fresh: Sequence[torch.Tensor | None],
     result: Any,
+    operator_name: str = "",
 ) -> None:
     """Last step of a public function: fill its outputs through the operator, or by a known call.
 
@@ -331,6 +370,7 @@ def call_operator(
         arguments: Arguments of the operator.
         fresh: Outputs among them that the public function has just allocated.
         result: What it will return.
+        operator_name: Name of the operator if it is not ``op``.
     """
     if known is not None and nobody_listens() and known.repeat(arguments):
         repeated = Repeated(known, arguments, fresh)
@@ -340,7 +380,29 @@ def call_operator(
         return
     operator(*arguments)
     if known is None and not torch.compiler.is_compiling():
-        learn(PUBLIC, op, values, op, arguments, arguments, fresh)
+        learn(PUBLIC, op, values, operator_name or op, arguments, arguments, fresh)
+
+
+def call_functional(
+    operator: Callable[..., torch.Tensor],
+    op: str,
+    known: KnownCall | None,
+    values: Sequence[Any],
+    arguments: Sequence[Any],
+) -> torch.Tensor:
+    """`call_operator` for an operator that returns a new tensor, which this function returns."""
+    if known is not None and known.plan is not None and nobody_listens():
+        made = known.new_result()
+        repeated = Repeated(known, (*arguments, *made), made)
+        if known.repeat(repeated.arguments):
+            PUBLIC.keep(op, values, known, [repeated], made[0])
+            return made[0]
+    returned = operator(*arguments)
+    if known is None and not torch.compiler.is_compiling():
+        core = OPERATORS.find(op, arguments)
+        plan = None if core is None else core.plan
+        PUBLIC.remember(op, values, KnownCall(plan, arguments, result=returned))
+    return returned
 
 
 def learn(

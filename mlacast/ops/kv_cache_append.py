@@ -12,6 +12,7 @@ from mlacast.dispatch.arch import arch_of
 from mlacast.dispatch.select import load, requested_backend, select
 from mlacast.errors import check_tensor, check_type, fail
 from mlacast.ops import value_checks
+from mlacast.ops.known_calls import PUBLIC, call_operator
 from mlacast.ops.overlap import check_no_overlap
 from mlacast.ops.query import check_backend
 
@@ -63,6 +64,38 @@ def kv_cache_append(
 
     Source: formulas and byte maps in docs/formats.md.
     """
+    values = (latent, slots, cache, kv_format, norm_weight, norm_eps, rope, backend)
+    if PUBLIC.repeat(OP, values) is not None:
+        return
+    known = PUBLIC.find(OP, values)
+    if known is None:
+        _check(*values)
+    arguments = (
+        latent,
+        slots,
+        cache,
+        kv_format.name,
+        norm_weight,
+        norm_eps,
+        None if rope is None else rope.cos_sin_cache,
+        None if rope is None else rope.positions,
+        "" if rope is None else rope.pairing,
+        backend or "",
+    )
+    call_operator(torch.ops.mlacast.kv_cache_append, OP, known, values, arguments, (), None)
+
+
+def _check(
+    latent: torch.Tensor,
+    slots: torch.Tensor,
+    cache: torch.Tensor,
+    kv_format: KvFormat,
+    norm_weight: torch.Tensor | None,
+    norm_eps: float | None,
+    rope: Rope | None,
+    backend: str | None,
+) -> None:
+    """Check the arguments of ``kv_cache_append``."""
     d_qk = check_cache_arguments(OP, cache, slots, kv_format)
     sizes = {"n": slots.shape[0], "d_qk": d_qk}
     remedy = "there is one row per slot"
@@ -75,18 +108,6 @@ def kv_cache_append(
         if not rope.rotate_query:
             fail(OP, "rope", "have rotate_query=True", "False", "only latents are rotated here")
     check_backend(OP, backend)
-    torch.ops.mlacast.kv_cache_append(
-        latent,
-        slots,
-        cache,
-        kv_format.name,
-        norm_weight,
-        norm_eps,
-        None if rope is None else rope.cos_sin_cache,
-        None if rope is None else rope.positions,
-        "" if rope is None else rope.pairing,
-        backend or "",
-    )
 
 
 def _check_norm(

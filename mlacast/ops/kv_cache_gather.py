@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from mlacast.descriptors.kv_format import KvFormat
 from mlacast.dispatch.arch import arch_of
 from mlacast.dispatch.select import load, requested_backend, select
 from mlacast.ops import value_checks
+from mlacast.ops.known_calls import PUBLIC, call_functional
 from mlacast.ops.kv_cache_append import check_cache_arguments
 from mlacast.ops.query import check_backend
 
@@ -38,12 +41,17 @@ def kv_cache_gather(
 
     Source: byte maps in docs/formats.md.
     """
-    d_qk = check_cache_arguments(OP, cache, slots, kv_format)
-    check_backend(OP, backend)
-    gathered: torch.Tensor = torch.ops.mlacast.kv_cache_gather(
-        cache, slots, kv_format.name, d_qk, backend or ""
-    )
-    return gathered
+    values = (cache, slots, kv_format, backend)
+    repeated: torch.Tensor | None = PUBLIC.repeat(OP, values)
+    if repeated is not None:
+        return repeated
+    known = PUBLIC.find(OP, values)
+    if known is None:
+        check_cache_arguments(OP, cache, slots, kv_format)
+        check_backend(OP, backend)
+    d_qk = cache.shape[-1] if kv_format.d_qk is None else kv_format.d_qk
+    arguments = (cache, slots, kv_format.name, d_qk, backend or "")
+    return call_functional(torch.ops.mlacast.kv_cache_gather, OP, known, values, arguments)
 
 
 def required_features(kv_format: str) -> frozenset[str]:
@@ -51,16 +59,11 @@ def required_features(kv_format: str) -> frozenset[str]:
     return frozenset({f"kv:{kv_format}"})
 
 
-def run(
-    cache: torch.Tensor, slots: torch.Tensor, kv_format: str, d_qk: int, backend: str
-) -> torch.Tensor:
+def run(cache: torch.Tensor, slots: torch.Tensor, kv_format: str, d_qk: int, backend: str) -> Any:
     """Eager body of ``torch.ops.mlacast.kv_cache_gather``."""
     impl = select(
         OP, required_features(kv_format), arch_of(cache.device), requested_backend(OP, backend)
     )
     if value_checks.validation_requested(OP, cache.device):
         value_checks.check_slots(OP, slots, cache.shape[0] * cache.shape[1])
-    gathered: torch.Tensor = load(impl.target)(
-        cache, slots, kv_format=KvFormat.from_name(kv_format)
-    )
-    return gathered
+    return load(impl.target)(cache, slots, kv_format=KvFormat.from_name(kv_format))

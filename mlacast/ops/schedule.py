@@ -10,10 +10,10 @@ from mlacast.descriptors.kv_format import KvFormat
 from mlacast.dispatch.arch import arch_of
 from mlacast.dispatch.select import load, requested_backend, select
 from mlacast.errors import check_type, fail
-from mlacast.ops.signature import described_by_attributes
 from mlacast.ops.layout import pool_features
 from mlacast.ops.output import D_V
 from mlacast.ops.query import MAX_HEADS
+from mlacast.ops.signature import described_by_attributes
 
 OP = "plan_sparse_decode"
 

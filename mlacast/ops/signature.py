@@ -20,7 +20,7 @@ from mlacast.descriptors.rope import Rope
 from mlacast.dispatch.select import BACKEND_VARIABLE
 from mlacast.ops.value_checks import VALIDATE_VARIABLE
 
-NUMBERS = frozenset({int, bool, str})
+NUMBERS = frozenset({int, bool, str, torch.dtype})
 _SAME = "same as tensor"
 # Described by all their attributes.
 DESCRIPTORS: set[type] = {Bf16, Fp8Group, Fp8Tensor, Mxfp8, Nvfp4, QuantizedTensor, Rope}

@@ -78,6 +78,8 @@ class _Writer:
             self.require(f"{place} is None")
         elif kind is torch.Tensor or kind is torch.nn.Parameter:
             self._tensor(value, place)
+        elif kind is torch.dtype:
+            self.require(f"{place} is {self.constant(value)}")
         elif kind is float or kind in signature.NUMBERS:
             self.require(f"{place}.__class__ is {kind.__name__}")
             self.require(f"{place} == {self.constant(value)}")
@@ -187,7 +189,7 @@ def _finish(
         writer.require(f"check({', '.join(writer.places[id(leaf)] for leaf in writer.leaves)})")
     starts = _starts(writer, writer.addresses(), tensors, fresh)
     for pair in pairs:
-        if any(tensors[pair.other] is tensor for tensor in fresh):
+        if any(starts[at].startswith("f") for at in (pair.output, pair.other)):
             # New memory overlaps nothing, and it has no address yet.
             continue
         distance = f"{starts[pair.output]} - ({starts[pair.other]})"
@@ -234,8 +236,12 @@ def _starts(
     """Where each of ``tensors`` starts, as an expression."""
     starts = []
     for tensor in tensors:
-        same = [at for at, other in enumerate(fresh) if other is tensor]
-        if same:
+        if tensor.data_ptr() == 0:
+            # Without elements: the distance from the start of anything means nothing.
+            starts.append("0")
+            continue
+        same = [at for at, new in enumerate(fresh) if _share(new, tensor)]
+        if same and fresh[same[0]].data_ptr() == tensor.data_ptr():
             starts.append(f"f{same[0]}.data_ptr()")
             continue
         same = [at for at, leaf in enumerate(writer.leaves) if leaf is tensor]

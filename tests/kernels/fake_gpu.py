@@ -6,7 +6,7 @@ Tensors stay on the CPU. What a compiled kernel would be run with is kept in ``F
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -23,18 +23,23 @@ class FakeGpu:
     """Driver and compiler of a device 0.
 
     Attributes:
-        runs: (compiled kernel, what it was run with) of every launch.
+        runs: (compiled kernel, what it was run with) of every launch, whether through Triton's
+            launcher or through the C function below it.
         compiled: Signature of every variant that was compiled, by the compiled kernel's number.
+        device: The current one.
+        streams: The current stream of each device.
     """
 
     runs: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
     compiled: list[Any] = field(default_factory=list)
+    device: int = 0
+    streams: list[int] = field(default_factory=lambda: [7, 8])
 
     def get_current_device(self) -> int:
-        return 0
+        return self.device
 
     def get_current_stream(self, device: int) -> int:
-        return 7 + device
+        return self.streams[device]
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
@@ -48,9 +53,27 @@ class FakeGpu:
             packed_metadata=(4, 1, 0),
             launch_metadata=lambda grid, stream, *arguments: ("metadata", grid),
         )
-        kernel.run = lambda *arguments: self.runs.append((kernel, arguments))
+        kernel.run = _launcher(lambda arguments: self.runs.append((kernel, arguments)))
         self.compiled.append(variant)
         return kernel
+
+
+def _launcher(record: Callable[[tuple[Any, ...]], None]) -> Any:
+    """Triton's launcher over a C function that only records."""
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    def launch(*arguments: Any) -> None:
+        assert arguments[5:9] == (True, False, None, None), "switches and scratch of the kernel"
+        record(arguments[:5] + arguments[9:])
+
+    launcher = CudaLauncher.__new__(CudaLauncher)
+    launcher.launch = launch
+    # Told apart, as two switches that stand beside each other have to be.
+    launcher.launch_cooperative_grid, launcher.launch_pdl = True, False
+    launcher.num_ctas = 1
+    launcher.global_scratch_size = launcher.profile_scratch_size = 0
+    launcher.global_scratch_align = launcher.profile_scratch_align = 1
+    return launcher
 
 
 @contextmanager
@@ -100,12 +123,23 @@ _OPERATIONS = (
     "v_up_project",
     "grouped_out_project",
     "quantized_linear",
+    "schedule",
+    "dense_mla_decode",
+    "decode_metadata",
+    "kv_cache_append",
+    "kv_cache_gather",
+    "rope_quantize_fp8",
 )
 _MODULES = (
     "common.combine_splits",
+    "triton.decode_metadata",
+    "triton.dense_mla_decode",
     "triton.dense_mla_prefill",
     "triton.grouped_out_project",
+    "triton.kv_cache_append",
+    "triton.kv_cache_gather",
     "triton.merge_attention_states",
+    "triton.rope_quantize_fp8",
     "triton.v_up_project",
     "triton.sparse_mla_decode",
     "triton.sparse_mla_prefill",

@@ -21,7 +21,7 @@ def test_every_format(cache: CacheCase, dtype: torch.dtype) -> None:
     flat = storage_bytes(target)
     flat.copy_(torch.randint(0, 256, flat.shape, dtype=torch.uint8))
     slots = torch.randint(-3, 204, (101,)).to(dtype)
-    rows = launch_kv_cache_gather(target, slots, kv_format=kv_format)
+    rows = launch_kv_cache_gather(target, slots, kv_format=kv_format).result
     expected = kv_format.gather(target, slots)
     assert (rows.dtype, rows.shape) == (torch.bfloat16, (101, cache.d_qk))
     assert torch.equal(rows.view(torch.int16), expected.view(torch.int16))
@@ -32,7 +32,7 @@ def test_pages_at_odd_distances_and_strided_slots() -> None:
     flat = torch.randint(0, 256, (4 * 2345 + 7,), dtype=torch.uint8)
     cache = flat.as_strided((4, 4, 1, 584), (2345, 584, 584, 1), 3)
     slots = torch.tensor([15, 99, 0, 99, 7, 99, -1, 99])[::2]
-    rows = launch_kv_cache_gather(cache, slots, kv_format=kv_format)
+    rows = launch_kv_cache_gather(cache, slots, kv_format=kv_format).result
     expected = kv_format.gather(cache, slots)
     assert torch.equal(rows.view(torch.int16), expected.view(torch.int16))
 
@@ -41,5 +41,5 @@ def test_no_slots() -> None:
     cache = mlacast.KvFormat.V32.allocate(1, 4)
     rows = launch_kv_cache_gather(
         cache, torch.empty(0, dtype=torch.int64), kv_format=mlacast.KvFormat.V32
-    )
+    ).result
     assert rows.shape == (0, 576)

@@ -14,7 +14,7 @@ import torch
 
 import mlacast
 from mlacast.compat.flash_mla import fused_norm_rope_attn_rope_cast as fused
-from mlacast.ops import known_calls
+from mlacast.ops import known_calls, signature
 from tests.kernels.fake_gpu import FakeGpu, fake_gpu
 from tests.ops.torch_calls import operators_of
 
@@ -415,7 +415,7 @@ def test_metadata_compared_in_python_is_that_of_torch(monkeypatch: pytest.Monkey
         torch.nn.Parameter(tensor),
     ]
     for first, second in itertools.product(variants, repeat=2):
-        guards = known_calls._metadata_of([first])
-        plain = known_calls.PlainMetadata(first)
+        guards = signature.metadata_of([first])
+        plain = signature.PlainMetadata(first)
         assert guards.check(first) and plain.check(first)
         assert guards.check(second) == plain.check(second) == (first is second)

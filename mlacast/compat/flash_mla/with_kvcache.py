@@ -19,13 +19,13 @@ from mlacast.compat.flash_mla._checks import (
     check_sink,
     check_tensors,
 )
+from mlacast.compat.flash_mla._empty_rows import mark_empty_rows_
 from mlacast.compat.flash_mla._paged_decode import (
     OP,
     can_flatten,
     dense_decode,
     sparse_decode,
 )
-from mlacast.compat.flash_mla._empty_rows import mark_empty_rows_
 from mlacast.compat.flash_mla.metadata import FlashMLASchedMeta
 from mlacast.compat.flash_mla.placement import v41_placement
 from mlacast.errors import check_type, fail

@@ -58,9 +58,16 @@ class Launches:
     Args:
         device: Device of the call's tensors.
         target: Where the call stores; its views become known.
+        result: What an operator that returns a tensor returns; the last of the call's tensors.
     """
 
-    def __init__(self, device: torch.device, target: StoreTarget | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        target: StoreTarget | None = None,
+        result: torch.Tensor | None = None,
+    ) -> None:
+        self.result = result
         self._device = device
         self._steps: list[_Step] = []
         self._scratch: list[torch.Tensor] = []
@@ -132,6 +139,10 @@ class Launches:
                 form = None
                 if is_descriptor:
                     form = (list(value.shape), list(value.strides), value.padding)
+                if tensor.data_ptr() == 0 and base.data_ptr() != 0:
+                    # Without elements, so without an address, however far from the base it is.
+                    arguments.append(Constant(0))
+                    continue
                 offset = tensor.data_ptr() - base.data_ptr()
                 arguments.append(Pointer(sources[id(base)], offset, form))
             steps.append(BoundStep(step.kernel, compiled, step.grid, tuple(arguments)))

@@ -9,6 +9,7 @@ is compiled once for each pattern of arguments and instantiated for each signatu
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -214,16 +215,14 @@ def readiness(device: torch.device, kernels: Sequence[Any]) -> Callable[[], bool
         # Tensors of the call are there, so what torch.cuda.current_device initialises is too.
         get_device = torch._C._cuda_getDevice
     runtime = knobs.runtime
+    hooks_of = operator.attrgetter("pre_run_hooks")
 
     def is_ready() -> bool:
         if get_device() != index:
             return False
         if is_set(runtime.launch_enter_hook) or is_set(runtime.launch_exit_hook):
             return False
-        for kernel in kernels:
-            if kernel.pre_run_hooks:
-                return False
-        return True
+        return not any(map(hooks_of, kernels))
 
     return is_ready
 

@@ -17,8 +17,8 @@ import triton.language as tl
 
 from mlacast.descriptors.kv_format import KvFormat
 from mlacast.descriptors.rope import Rope
-from mlacast.kernels.common.device import on_device_of
 from mlacast.kernels.common.fp8_casts import as_bits, as_float32, has_fp8_casts, to_fp8
+from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.record_places import flat_records, record_constants, record_places
 from mlacast.kernels.config.caches import AppendConfig, append_config
 from mlacast.kernels.triton.kv_cache_append_encode import (
@@ -303,7 +303,7 @@ def launch_kv_cache_append(
     norm_eps: float | None,
     rope: Rope | None,
     config: AppendConfig | None = None,
-) -> None:
+) -> Launches:
     """Write the addressed records; arguments as in ``mlacast.kv_cache_append``.
 
     ``config`` is for measurements: None takes the one for this number of rows.
@@ -316,33 +316,36 @@ def launch_kv_cache_append(
     weight = latent if norm_weight is None else norm_weight
     table = latent if rope is None else rope.cos_sin_cache
     positions = slots if rope is None else rope.positions
-    with on_device_of(cache):
-        _kv_cache_append_kernel[(triton.cdiv(num_rows, config.rows),)](
-            as_bits(latent),
-            latent.stride(0),
-            slots,
-            slots.stride(0),
-            flat,
-            flat.stride(0),
-            flat.shape[1],
-            num_slots,
-            as_bits(weight),
-            norm_eps or 0.0,
-            as_bits(table),
-            table.stride(0),
-            table.shape[0],
-            positions,
-            positions.stride(0),
-            num_rows,
-            **record_constants(kv_format, d_qk, num_slots),
-            HAS_NORM=norm_eps is not None,
-            HAS_WEIGHT=norm_weight is not None,
-            HAS_ROPE=rope is not None,
-            HALF_PAIRING=rope is not None and rope.pairing == "half",
-            NATIVE=has_fp8_casts(cache.device),
-            ROWS=config.rows,
-            TILE=config.tile,
-            STEP=config.step,
-            num_warps=config.num_warps,
-            enable_fp_fusion=False,
-        )
+    launches = Launches(cache.device)
+    launches.launch(
+        _kv_cache_append_kernel,
+        (triton.cdiv(num_rows, config.rows),),
+        launches.inside(latent, as_bits(latent)),
+        latent.stride(0),
+        slots,
+        slots.stride(0),
+        launches.inside(cache, flat),
+        flat.stride(0),
+        flat.shape[1],
+        num_slots,
+        launches.inside(weight, as_bits(weight)),
+        norm_eps or 0.0,
+        launches.inside(table, as_bits(table)),
+        table.stride(0),
+        table.shape[0],
+        positions,
+        positions.stride(0),
+        num_rows,
+        **record_constants(kv_format, d_qk, num_slots),
+        HAS_NORM=norm_eps is not None,
+        HAS_WEIGHT=norm_weight is not None,
+        HAS_ROPE=rope is not None,
+        HALF_PAIRING=rope is not None and rope.pairing == "half",
+        NATIVE=has_fp8_casts(cache.device),
+        ROWS=config.rows,
+        TILE=config.tile,
+        STEP=config.step,
+        num_warps=config.num_warps,
+        enable_fp_fusion=False,
+    )
+    return launches

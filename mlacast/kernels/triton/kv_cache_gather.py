@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 
 from mlacast.descriptors.kv_format import KvFormat
-from mlacast.kernels.common.device import on_device_of
 from mlacast.kernels.common.fp8_casts import from_e4m3, has_fp8_casts, to_bf16_bits
 from mlacast.kernels.common.numbers import decode_ue8m0
+from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.record_places import flat_records, record_constants, record_places
 from mlacast.kernels.config.caches import RowsConfig, gather_config
 
@@ -122,33 +122,35 @@ def launch_kv_cache_gather(
     *,
     kv_format: KvFormat,
     config: RowsConfig | None = None,
-) -> torch.Tensor:
-    """Return the rows [n, d_qk]; arguments as in ``mlacast.kv_cache_gather``.
+) -> Launches:
+    """Make the rows [n, d_qk]; arguments as in ``mlacast.kv_cache_gather``.
 
     ``config`` is for measurements: None takes the usual one.
     """
     num_rows = slots.shape[0]
     d_qk = cache.shape[-1] if kv_format.d_qk is None else kv_format.d_qk
     out = torch.empty((num_rows, d_qk), dtype=torch.bfloat16, device=cache.device)
+    launches = Launches(cache.device, result=out)
     if num_rows == 0:
-        return out
+        return launches
     flat = flat_records(cache, kv_format)
     num_slots = flat.shape[0] * flat.shape[1]
     config = config or gather_config()
-    with on_device_of(cache):
-        _kv_cache_gather_kernel[(triton.cdiv(num_rows, config.rows),)](
-            flat,
-            flat.stride(0),
-            flat.shape[1],
-            num_slots,
-            slots,
-            slots.stride(0),
-            out.view(torch.int16),
-            num_rows,
-            **record_constants(kv_format, d_qk, num_slots),
-            NATIVE=has_fp8_casts(cache.device),
-            ROWS=config.rows,
-            num_warps=config.num_warps,
-            enable_fp_fusion=False,
-        )
-    return out
+    launches.launch(
+        _kv_cache_gather_kernel,
+        (triton.cdiv(num_rows, config.rows),),
+        launches.inside(cache, flat),
+        flat.stride(0),
+        flat.shape[1],
+        num_slots,
+        slots,
+        slots.stride(0),
+        launches.inside(out, out.view(torch.int16)),
+        num_rows,
+        **record_constants(kv_format, d_qk, num_slots),
+        NATIVE=has_fp8_casts(cache.device),
+        ROWS=config.rows,
+        num_warps=config.num_warps,
+        enable_fp_fusion=False,
+    )
+    return launches

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from mlacast.kernels.common.device import on_device_of
 from mlacast.kernels.common.fp8_casts import as_bits, as_float32, has_fp8_casts, to_fp8
+from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.config.caches import RowsConfig, rope_quantize_config
 
 # Counts that vary while serving must not pick another variant of the kernel, nor must where a slice
@@ -320,7 +320,7 @@ def launch_rope_quantize_fp8(
     q_scale: float,
     kv_scale: float,
     config: RowsConfig | None = None,
-) -> None:
+) -> Launches:
     """Fill the outputs; arguments as in ``mlacast.reference.rope_quantize_fp8``.
 
     ``config`` is for measurements: None takes the usual one.
@@ -333,52 +333,52 @@ def launch_rope_quantize_fp8(
     value = k_rope if v is None else v
     value_out = k_rope_out if v_out is None else v_out
     value_width = 0 if v is None else v.shape[2]
-    inputs = [as_bits(x) for x in (q_rope, q_nope, k_rope, k_nope, value)]
+    launches = Launches(q_rope.device)
+    inputs = [launches.inside(x, as_bits(x)) for x in (q_rope, q_nope, k_rope, k_nope, value)]
     outputs = [q_rope_out, q_nope_out, k_rope_out, k_nope_out, value_out]
     config = config or rope_quantize_config()
     q_blocks = triton.cdiv(num_tokens * q_heads, config.rows)
     k_blocks = triton.cdiv(num_tokens * kv_heads, config.rows)
     widths = {"Q": q_nope.shape[2], "K": k_nope.shape[2], "V": value_width}
-    with on_device_of(q_rope):
-        _rope_quantize_fp8_kernel[(q_blocks + k_blocks * (2 if value_width else 1),)](
-            *inputs,
-            *(out.view(torch.uint8) for out in outputs),
-            as_bits(cos_sin_cache),
-            positions,
-            entries,
-            starts,
-            requests,
-            places,
-            *(stride for x in inputs for stride in x.stride()[:2]),
-            *q_rope_out.stride()[:2],
-            *q_nope_out.stride()[:2],
-            *(stride for out in outputs[2:] for stride in _page_token_head(out, paged)),
-            cos_sin_cache.stride(0),
-            positions.stride(0),
-            cos_sin_cache.shape[0],
-            k_rope_out.shape[1] if paged else 1,
-            starts.shape[0] - 1,
-            entries.shape[0],
-            k_rope_out.shape[0],
-            num_tokens,
-            q_blocks,
-            k_blocks,
-            q_scale,
-            kv_scale,
-            R=width,
-            BLOCK_PAIRS=triton.next_power_of_2(width // 2),
-            **{f"N_{name}": size for name, size in widths.items()},
-            **{
-                f"BLOCK_{name}": triton.next_power_of_2(max(size, 1))
-                for name, size in widths.items()
-            },
-            HALF_PAIRING=pairing == "half",
-            PAGED=paged,
-            IS_E5M2=q_rope_out.dtype == torch.float8_e5m2,
-            NATIVE=has_fp8_casts(q_rope.device),
-            Q_HEADS=q_heads,
-            KV_HEADS=kv_heads,
-            ROWS=config.rows,
-            num_warps=config.num_warps,
-            enable_fp_fusion=False,
-        )
+    launches.launch(
+        _rope_quantize_fp8_kernel,
+        (q_blocks + k_blocks * (2 if value_width else 1),),
+        *inputs,
+        *(launches.inside(out, out.view(torch.uint8)) for out in outputs),
+        launches.inside(cos_sin_cache, as_bits(cos_sin_cache)),
+        positions,
+        entries,
+        starts,
+        requests,
+        places,
+        *(stride for x in inputs for stride in x.stride()[:2]),
+        *q_rope_out.stride()[:2],
+        *q_nope_out.stride()[:2],
+        *(stride for out in outputs[2:] for stride in _page_token_head(out, paged)),
+        cos_sin_cache.stride(0),
+        positions.stride(0),
+        cos_sin_cache.shape[0],
+        k_rope_out.shape[1] if paged else 1,
+        starts.shape[0] - 1,
+        entries.shape[0],
+        k_rope_out.shape[0],
+        num_tokens,
+        q_blocks,
+        k_blocks,
+        q_scale,
+        kv_scale,
+        R=width,
+        BLOCK_PAIRS=triton.next_power_of_2(width // 2),
+        **{f"N_{name}": size for name, size in widths.items()},
+        **{f"BLOCK_{name}": triton.next_power_of_2(max(size, 1)) for name, size in widths.items()},
+        HALF_PAIRING=pairing == "half",
+        PAGED=paged,
+        IS_E5M2=q_rope_out.dtype == torch.float8_e5m2,
+        NATIVE=has_fp8_casts(q_rope.device),
+        Q_HEADS=q_heads,
+        KV_HEADS=kv_heads,
+        ROWS=config.rows,
+        num_warps=config.num_warps,
+        enable_fp_fusion=False,
+    )
+    return launches
