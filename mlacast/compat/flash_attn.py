@@ -14,6 +14,8 @@ from mlacast.descriptors.out_format import Fp8Group, Fp8Tensor, Nvfp4
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.errors import UnsupportedError, check_tensor, check_type, dtype_name, fail
 from mlacast.ops.dense_mla_prefill import dense_mla_prefill
+from mlacast.ops.known_calls import more_than_launches
+from mlacast.ops.repeatable import repeatable
 
 __all__ = ["flash_attn_varlen_func"]
 
@@ -22,6 +24,7 @@ D_V = 128
 FP4_DTYPES = (torch.uint8, torch.float4_e2m1fn_x2)
 
 
+@repeatable("flash_attn.flash_attn_varlen_func")
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -103,6 +106,8 @@ def _buffer(
             check_type(OP, name, scale, Tensor, "a torch.Tensor or None")
     if output_scale is None and output_scales is None:
         return out
+    # Whether a buffer ends with its tensors is read off their storage, which no signature has.
+    more_than_launches()
     check_type(OP, "out", out, Tensor, "a torch.Tensor beside output_scales")
     assert out is not None, "check_type has refused None"
     if out.dtype == torch.float8_e5m2:

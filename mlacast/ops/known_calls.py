@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -173,10 +173,10 @@ class Calls:
 
     def __init__(self, is_public: bool = True) -> None:
         self._calls: dict[tuple[object, ...], list[tuple[Any, KnownCall]]] = {}
-        self._recent: dict[str, tuple[Straight, ...]] = {}
+        self._recent: dict[Hashable, tuple[Straight, ...]] = {}
         self._is_public = is_public
 
-    def repeat(self, op: str, values: Sequence[Any]) -> Any:
+    def repeat(self, op: Hashable, values: Sequence[Any]) -> Any:
         """Make a call again if it was made twice.
 
         Args:
@@ -200,7 +200,7 @@ class Calls:
 
     def keep(
         self,
-        op: str,
+        op: Hashable,
         values: Sequence[Any],
         known: KnownCall | None,
         repeated: Sequence[Repeated],
@@ -225,12 +225,12 @@ class Calls:
         if straight is not None:
             self._put_first(op, straight)
 
-    def _put_first(self, op: str, straight: Straight) -> None:
+    def _put_first(self, op: Hashable, straight: Straight) -> None:
         others = [other for other in self._recent.get(op, ()) if other is not straight]
         # A new tuple: another thread may be walking through the old one.
         self._recent[op] = (straight, *others[: MAX_RECENT - 1])
 
-    def find(self, op: str, values: Sequence[Any]) -> KnownCall | None:
+    def find(self, op: Hashable, values: Sequence[Any]) -> KnownCall | None:
         """Return the call of ``op`` with the signature of ``values``, None if it is not known.
 
         Args:
@@ -248,7 +248,7 @@ class Calls:
                 return call
         return None
 
-    def remember(self, op: str, values: Sequence[Any], call: KnownCall) -> None:
+    def remember(self, op: Hashable, values: Sequence[Any], call: KnownCall) -> None:
         """Keep ``call`` unless ``values`` have no signature."""
         described = describe(op, values)
         if described is None:
@@ -295,6 +295,7 @@ class _Record(threading.local):
 
 
 _RECORD = _Record()
+_NOTHING = Repeated(KnownCall(None, ()), (), ())
 
 
 @contextlib.contextmanager
@@ -303,11 +304,22 @@ def recorded() -> Iterator[list[Repeated]]:
 
     A function that does no more than one of them, and views, may be kept by `Calls.keep_recorded`.
     """
-    outer, _RECORD.entries = _RECORD.entries, []
+    entries: list[Repeated] = []
+    outer = _RECORD.entries
+    _RECORD.entries = entries
     try:
-        yield _RECORD.entries
+        yield entries
     finally:
         _RECORD.entries = outer
+        if outer is not None:
+            outer.extend(entries)
+
+
+def more_than_launches() -> None:
+    """Say that the call in hand writes to tensors itself or reads values: it is not repeated."""
+    if _RECORD.entries is not None:
+        # Neither none nor one: such a record is not kept.
+        _RECORD.entries.extend([_NOTHING, _NOTHING])
 
 
 # Calls of public functions by the caller's arguments, and of operators by the operator's.

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from mlacast.errors import check_tensor, fail
+from mlacast.ops.known_calls import PUBLIC, call_operator
 from mlacast.ops.rope_quantize_fp8 import (
     Inputs,
     check_inputs,
     check_options,
     check_row_tensor,
     prepare_output,
+    sources_of,
 )
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
@@ -70,8 +72,92 @@ def rope_quantize_fp8_append(
         ValueError: A shape, dtype, stride or device breaks the contract; nothing has been written.
         UnsupportedError: No (or not the named) backend covers the call.
     """
-    sources = check_inputs(op, inputs, cos_sin_cache, positions, "pos_ids")
+    values = (
+        *inputs,
+        v,
+        cos_sin_cache,
+        positions,
+        k_rope_cache,
+        k_nope_cache,
+        v_cache,
+        *page_table,
+        pairing,
+        q_scale,
+        kv_scale,
+        q_rope_out,
+        q_nope_out,
+        backend,
+    )
+    repeated: tuple[torch.Tensor, torch.Tensor] | None = PUBLIC.repeat(op, values)
+    if repeated is not None:
+        return repeated
+    known = PUBLIC.find(op, values)
+    dtype = k_rope_cache.dtype
+    if known is None:
+        _check(
+            op,
+            inputs,
+            v,
+            cos_sin_cache,
+            positions,
+            k_rope_cache,
+            k_nope_cache,
+            v_cache,
+            page_table,
+            pairing,
+            q_scale,
+            kv_scale,
+            backend,
+        )
+    sources = sources_of(inputs)
     q_rope, q_nope = sources[0], sources[2]
+    keys = [part if part.dim() == 3 else part.unsqueeze(1) for part in (sources[1], sources[3])]
+    query = (("q_rope_out", q_rope_out, q_rope), ("q_nope_out", q_nope_out, q_nope))
+    outputs = [prepare_output(op, name, out, source, dtype) for name, out, source in query]
+    arguments = (
+        q_rope,
+        keys[0],
+        q_nope,
+        keys[1],
+        v,
+        cos_sin_cache,
+        positions,
+        outputs[0],
+        k_rope_cache,
+        outputs[1],
+        k_nope_cache,
+        v_cache,
+        list(page_table),
+        pairing,
+        q_scale,
+        kv_scale,
+        backend or "",
+    )
+    fresh = [new for new, given in zip(outputs, values[-3:-1], strict=True) if given is None]
+    returned = (outputs[0], outputs[1])
+    operator = torch.ops.mlacast.rope_quantize_fp8
+    call_operator(operator, op, known, values, arguments, fresh, returned, "rope_quantize_fp8")
+    return returned
+
+
+def _check(
+    op: str,
+    inputs: Inputs,
+    v: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor,
+    positions: torch.Tensor,
+    k_rope_cache: torch.Tensor,
+    k_nope_cache: torch.Tensor,
+    v_cache: torch.Tensor | None,
+    page_table: Sequence[torch.Tensor],
+    pairing: str,
+    q_scale: float,
+    kv_scale: float,
+    backend: str | None,
+) -> None:
+    """Check the arguments of ``rope_quantize_fp8_append``, those about its outputs apart."""
+    sources = check_inputs(op, inputs, cos_sin_cache, positions, "pos_ids")
+    q_rope = sources[0]
     device = q_rope.device
     keys = [part if part.dim() == 3 else part.unsqueeze(1) for part in (sources[1], sources[3])]
     if (v is None) != (v_cache is None):
@@ -100,25 +186,3 @@ def rope_quantize_fp8_append(
         )
     if page_table[1].shape[0] < 1:
         fail(op, "kv_indptr", "have at least one element", "shape [0]")
-    query = (("q_rope_out", q_rope_out, q_rope), ("q_nope_out", q_nope_out, q_nope))
-    outputs = [prepare_output(op, name, out, source, dtype) for name, out, source in query]
-    torch.ops.mlacast.rope_quantize_fp8(
-        q_rope,
-        keys[0],
-        q_nope,
-        keys[1],
-        v,
-        cos_sin_cache,
-        positions,
-        outputs[0],
-        k_rope_cache,
-        outputs[1],
-        k_nope_cache,
-        v_cache,
-        list(page_table),
-        pairing,
-        q_scale,
-        kv_scale,
-        backend or "",
-    )
-    return outputs[0], outputs[1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -98,7 +98,7 @@ def metadata_of(tensors: Iterable[torch.Tensor]) -> Any:
 
 
 def describe(
-    op: str, values: Iterable[Any]
+    op: Hashable, values: Iterable[Any]
 ) -> tuple[tuple[object, ...], Iterable[torch.Tensor]] | None:
     """Split what a call's host work depends on into hashable facts and metadata of tensors.
 

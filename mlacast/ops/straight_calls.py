@@ -10,6 +10,7 @@ for each signature.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -96,7 +97,8 @@ class _Writer:
         elif kind in signature.OPAQUE:
             self.require(f"{place}.__class__ is {self.constant(kind)}")
             for name in signature.OPAQUE[kind]:
-                self.require(f"{place}.{name} == {self.constant(getattr(value, name))}")
+                state = operator.attrgetter(name)(value)
+                self.require(f"{place}.{name} == {self.constant(state)}")
         elif kind is list or kind is tuple:
             self.require(f"{place}.__class__ is {kind.__name__}")
             self.require(f"len({place}) == {self.constant(len(value))}")
@@ -256,7 +258,7 @@ def _starts(
 
 
 def _share(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return first.untyped_storage()._cdata == second.untyped_storage()._cdata
+    return bool(first.untyped_storage()._cdata == second.untyped_storage()._cdata)
 
 
 def _is_all_of(view: torch.Tensor, tensor: torch.Tensor) -> bool:

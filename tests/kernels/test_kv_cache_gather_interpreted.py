@@ -11,6 +11,14 @@ from tests.format_cases import storage_bytes
 from tests.scenarios import CACHES, CacheCase, cache_id
 
 
+def _gathered(
+    cache: torch.Tensor, slots: torch.Tensor, *, kv_format: mlacast.KvFormat
+) -> torch.Tensor:
+    rows = launch_kv_cache_gather(cache, slots, kv_format=kv_format).result
+    assert rows is not None
+    return rows
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("cache", CACHES, ids=cache_id)
 def test_every_format(cache: CacheCase, dtype: torch.dtype) -> None:
@@ -21,7 +29,7 @@ def test_every_format(cache: CacheCase, dtype: torch.dtype) -> None:
     flat = storage_bytes(target)
     flat.copy_(torch.randint(0, 256, flat.shape, dtype=torch.uint8))
     slots = torch.randint(-3, 204, (101,)).to(dtype)
-    rows = launch_kv_cache_gather(target, slots, kv_format=kv_format).result
+    rows = _gathered(target, slots, kv_format=kv_format)
     expected = kv_format.gather(target, slots)
     assert (rows.dtype, rows.shape) == (torch.bfloat16, (101, cache.d_qk))
     assert torch.equal(rows.view(torch.int16), expected.view(torch.int16))
@@ -32,14 +40,12 @@ def test_pages_at_odd_distances_and_strided_slots() -> None:
     flat = torch.randint(0, 256, (4 * 2345 + 7,), dtype=torch.uint8)
     cache = flat.as_strided((4, 4, 1, 584), (2345, 584, 584, 1), 3)
     slots = torch.tensor([15, 99, 0, 99, 7, 99, -1, 99])[::2]
-    rows = launch_kv_cache_gather(cache, slots, kv_format=kv_format).result
+    rows = _gathered(cache, slots, kv_format=kv_format)
     expected = kv_format.gather(cache, slots)
     assert torch.equal(rows.view(torch.int16), expected.view(torch.int16))
 
 
 def test_no_slots() -> None:
     cache = mlacast.KvFormat.V32.allocate(1, 4)
-    rows = launch_kv_cache_gather(
-        cache, torch.empty(0, dtype=torch.int64), kv_format=mlacast.KvFormat.V32
-    ).result
+    rows = _gathered(cache, torch.empty(0, dtype=torch.int64), kv_format=mlacast.KvFormat.V32)
     assert rows.shape == (0, 576)

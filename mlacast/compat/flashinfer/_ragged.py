@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 
 from mlacast.errors import check_tensor, check_type, fail
+from mlacast.ops.known_calls import more_than_launches
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ def check_cum_seq_lens(
         if max_q_len < 1:
             fail(op, "max_q_len", "be at least 1", max_q_len)
         return
+    more_than_launches()
     starts = cum_seq_lens_q.tolist()
     if starts[0] != 0:
         fail(op, argument, "start with 0", starts[0])

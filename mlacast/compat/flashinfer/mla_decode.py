@@ -33,11 +33,14 @@ from mlacast.compat.flashinfer._ragged import RaggedTokens, check_cum_seq_lens, 
 from mlacast.descriptors.kv_format import KvFormat
 from mlacast.errors import UnsupportedError, check_choice, check_tensor, check_type, fail
 from mlacast.ops.dense_mla_decode import dense_mla_decode
+from mlacast.ops.known_calls import more_than_launches
+from mlacast.ops.repeatable import repeatable
 from mlacast.ops.sparse_mla_decode import sparse_mla_decode
 
 D_V = 512
 
 
+@repeatable("flashinfer.trtllm_batch_decode_with_kv_cache_mla")
 def trtllm_batch_decode_with_kv_cache_mla(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -239,6 +242,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         return out
     if lse is None:
         lse = torch.empty((tokens, heads), dtype=torch.float32, device=device)
+    more_than_launches()
     _store_lse(natural.reshape(tokens, heads), sink, lse.view(tokens, heads))
     return out, lse
 

@@ -12,6 +12,7 @@ from mlacast.compat._rope_quantize import (
     output_dtype,
 )
 from mlacast.errors import UnsupportedError, check_choice, check_type
+from mlacast.ops.repeatable import repeatable
 from mlacast.ops.rope_quantize_fp8 import FP8_DTYPES, rotate_and_quantize
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16)
@@ -80,6 +81,7 @@ def mla_rope_quantize_fp8(
     )
 
 
+@repeatable("flashinfer.rope_quantize_fp8")
 def rope_quantize_fp8(
     q_rope: torch.Tensor,
     k_rope: torch.Tensor,

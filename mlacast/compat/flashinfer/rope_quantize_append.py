@@ -15,6 +15,7 @@ from mlacast.compat._rope_quantize import (
 )
 from mlacast.compat.flashinfer.rope_quantize import INPUT_DTYPES
 from mlacast.errors import check_tensor, check_type, dtype_name, fail
+from mlacast.ops.repeatable import repeatable
 from mlacast.ops.rope_quantize_fp8 import FP8_DTYPES
 from mlacast.ops.rope_quantize_fp8_append import rope_quantize_fp8_append
 
@@ -22,6 +23,7 @@ _OP = "rope_quantize_fp8_append_paged_kv_cache"
 _LAYOUTS = ("NHD", "HND")
 
 
+@repeatable("flashinfer.rope_quantize_fp8_append_paged_kv_cache")
 def rope_quantize_fp8_append_paged_kv_cache(
     q_rope: torch.Tensor,
     k_rope: torch.Tensor,

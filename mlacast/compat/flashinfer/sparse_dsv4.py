@@ -29,6 +29,7 @@ from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.descriptors.rope import Rope
 from mlacast.errors import UnsupportedError, check_tensor, check_type, fail
 from mlacast.ops import value_checks
+from mlacast.ops.repeatable import repeatable
 from mlacast.ops.sparse_mla_decode import sparse_mla_decode
 
 BACKENDS = ("auto", "trtllm-gen", "sparse", "cute-dsl")
@@ -36,6 +37,7 @@ HEADS = (8, 16, 32, 64, 128)
 HEADS_PER_GROUP = 8
 
 
+@repeatable("flashinfer.trtllm_batch_decode_sparse_mla_dsv4")
 def trtllm_batch_decode_sparse_mla_dsv4(
     query: torch.Tensor,
     swa_kv_cache: torch.Tensor,

@@ -22,6 +22,7 @@ from mlacast.compat.mate._checks import (
 )
 from mlacast.errors import check_type, fail
 from mlacast.ops.decode_metadata import decode_metadata, num_multiprocessors
+from mlacast.ops.signature import described_by_type
 
 OP = "get_batch_decode_metadata_mla"
 # What more splits than these would win, the merge loses.
@@ -45,6 +46,7 @@ class DecodeConfig:
     topk: int
 
 
+@described_by_type("config", "num_splits.device")
 @dataclass(frozen=True, eq=False)
 class DecodeMetadata:
     """Schedule of ``sparse_mla_fp8_decode``; treat it as opaque.

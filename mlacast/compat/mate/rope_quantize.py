@@ -12,11 +12,13 @@ from mlacast.compat._rope_quantize import (
     output_dtype,
 )
 from mlacast.errors import check_tensor, check_type
+from mlacast.ops.repeatable import repeatable
 from mlacast.ops.rope_quantize_fp8 import rotate_and_quantize
 
 _OP = "mla_rope_quantize_fp8"
 
 
+@repeatable("mate.mla_rope_quantize_fp8")
 def mla_rope_quantize_fp8(
     q_rope: torch.Tensor,
     k_rope: torch.Tensor,

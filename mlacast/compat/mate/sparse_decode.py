@@ -19,14 +19,17 @@ from mlacast.compat.mate.metadata import DecodeConfig, DecodeMetadata
 from mlacast.descriptors.kv_format import KvFormat
 from mlacast.errors import UnsupportedError, check_tensor, check_type, fail
 from mlacast.ops import value_checks
+from mlacast.ops.known_calls import more_than_launches
 from mlacast.ops.overlap import check_no_overlap
 from mlacast.ops.query import MAX_HEADS
+from mlacast.ops.repeatable import repeatable
 from mlacast.ops.sparse_mla_decode import sparse_mla_decode
 
 OP = "sparse_mla_fp8_decode"
 D_V, D_ROPE = 512, 64
 
 
+@repeatable("mate.sparse_mla_fp8_decode")
 def sparse_mla_fp8_decode(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -164,6 +167,7 @@ def sparse_mla_fp8_decode(
         return out
     if lse is None:
         lse = torch.empty_like(natural)
+    more_than_launches()
     # The core op marks rows without keys by -inf.
     inf = float("inf")
     torch.nan_to_num(

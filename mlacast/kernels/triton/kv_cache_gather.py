@@ -8,8 +8,8 @@ import triton.language as tl
 
 from mlacast.descriptors.kv_format import KvFormat
 from mlacast.kernels.common.fp8_casts import from_e4m3, has_fp8_casts, to_bf16_bits
-from mlacast.kernels.common.numbers import decode_ue8m0
 from mlacast.kernels.common.launch import Launches
+from mlacast.kernels.common.numbers import decode_ue8m0
 from mlacast.kernels.common.record_places import flat_records, record_constants, record_places
 from mlacast.kernels.config.caches import RowsConfig, gather_config
 
