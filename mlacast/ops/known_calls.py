@@ -295,7 +295,6 @@ class _Record(threading.local):
 
 
 _RECORD = _Record()
-_NOTHING = Repeated(KnownCall(None, ()), (), ())
 
 
 @contextlib.contextmanager
@@ -319,7 +318,7 @@ def more_than_launches() -> None:
     """Say that the call in hand writes to tensors itself or reads values: it is not repeated."""
     if _RECORD.entries is not None:
         # Neither none nor one: such a record is not kept.
-        _RECORD.entries.extend([_NOTHING, _NOTHING])
+        _RECORD.entries.extend([Repeated(KnownCall(None, ()), (), ())] * 2)
 
 
 # Calls of public functions by the caller's arguments, and of operators by the operator's.
