@@ -10,7 +10,7 @@ from mlacast.descriptors.out_format import Bf16, OutFormat, out_format_from_key
 from mlacast.descriptors.quantized_checks import check_row_strides
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.errors import check_tensor, check_type, dtype_name, fail
-from mlacast.ops.known_calls import KnownCall
+from mlacast.ops.known_call import KnownCall
 
 D_V = 512
 _RESULT_DIMS = {3: "T h d", 4: "B Q h d"}

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from mlacast.ops.known_calls import PUBLIC, KnownCall, recorded
+from mlacast.ops.known_call import KnownCall
+from mlacast.ops.known_calls import PUBLIC, recorded
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -30,6 +30,7 @@ from mlacast.kernels.triton.sparse_mla_prefill import (  # noqa: E402
     _sparse_mla_prefill_kernel as PREFILL_KERNEL,
 )
 from mlacast.ops import known_calls, signature  # noqa: E402
+from mlacast.ops.known_call import KnownCall  # noqa: E402
 
 
 @pytest.fixture
@@ -323,7 +324,7 @@ def test_equal_signatures_mean_equal_specialisations(
     for value in [*numbers, *tensors]:
         kind = native_specialize_impl(BaseBackend, value, False, True, True)
         calls = known_calls.Calls()
-        calls.remember("op", [value], known_calls.KnownCall(None, [value]))
+        calls.remember("op", [value], KnownCall(None, [value]))
         for other, other_kind in seen:
             assert calls.find("op", [other]) is None or kind == other_kind, (value, other)
         assert calls.find("op", [value]) is not None

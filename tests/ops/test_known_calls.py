@@ -15,6 +15,7 @@ import torch
 import mlacast
 from mlacast.compat.flash_mla import fused_norm_rope_attn_rope_cast as fused
 from mlacast.ops import known_calls, signature
+from mlacast.ops.known_call import KnownCall
 from tests.kernels.fake_gpu import FakeGpu, fake_gpu
 from tests.ops.torch_calls import operators_of
 
@@ -365,7 +366,7 @@ def test_numbers_that_compare_equal_are_told_apart() -> None:
     numbers = [0, 0.0, -0.0, False, 1, 1.0, True, "1", None]
     for first, second in itertools.permutations(numbers, 2):
         calls = known_calls.Calls()
-        calls.remember("op", [first], known_calls.KnownCall(None, [first]))
+        calls.remember("op", [first], KnownCall(None, [first]))
         assert calls.find("op", [first]) is not None
         assert calls.find("op", [second]) is None, (first, second)
         assert calls.find("other", [first]) is None

@@ -21,7 +21,8 @@ from mlacast.descriptors.out_format import Mxfp8
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.descriptors.rope import Rope
 from mlacast.layouts.sf_mn_major import allocate_mn_major_padded
-from mlacast.ops.known_calls import OPERATORS, PUBLIC, KnownCall, Repeated, learn
+from mlacast.ops.known_call import KnownCall, Repeated
+from mlacast.ops.known_calls import OPERATORS, PUBLIC, learn
 from mlacast.ops.output import to_arguments
 from mlacast.ops.sparse_mla_decode import operator_arguments as decode_arguments
 from mlacast.ops.sparse_mla_decode import sparse_mla_decode
