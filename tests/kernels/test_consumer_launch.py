@@ -17,6 +17,7 @@ pytest.importorskip("triton", reason="the kernels need triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter launches nothing", allow_module_level=True)
 
+from tests.kernels import repeated  # noqa: E402
 from tests.kernels import test_launch as launches  # noqa: E402
 from tests.kernels.test_launch import Shape  # noqa: E402
 
@@ -127,7 +128,7 @@ def test_launches_of_the_hopper_kernel_are_bound(
         variants = len(gpu.compiled)
         gpu.runs.clear()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Launches, "launch", launches._refuse)
+            patch.setattr(Launches, "launch", repeated.refuse)
             call(**arguments)
         assert len(gpu.runs) == 1
         assert len(gpu.compiled) == variants

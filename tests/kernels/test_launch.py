@@ -17,6 +17,7 @@ import torch
 import mlacast
 from mlacast.compat.flash_mla import fused_norm_rope_attn_rope_cast as fused
 from tests.kernels.fake_gpu import FakeGpu, fake_gpu
+from tests.kernels.repeated import assert_repeated
 
 pytest.importorskip("triton", reason="the portable kernels need triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -24,7 +25,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from triton import knobs  # noqa: E402
 
-from mlacast.kernels.common import launch, launch_code  # noqa: E402
 from mlacast.kernels.common.launch import Launches, Plan  # noqa: E402
 from mlacast.kernels.triton.sparse_mla_prefill import (  # noqa: E402
     _sparse_mla_prefill_kernel as PREFILL_KERNEL,
@@ -124,7 +124,6 @@ def _prefill(shape: Shape) -> dict[str, Any]:
 
 
 BF16 = torch.bfloat16
-EMPTY_STRIDED = launch_code.allocator(torch.device("cpu"))
 
 
 def _decode(shape: Shape) -> dict[str, Any]:
@@ -209,27 +208,6 @@ REPEATED = [(*CALLS[name], shape) for name in CALLS for shape in SHAPES]
 REPEATED += [(*FUSED_CALLS[name], shape) for name in FUSED_CALLS for shape in FUSED_SHAPES]
 
 
-def _observed(
-    runs: list[tuple[Any, tuple[Any, ...]]], results: Any, allocated: dict[int, str]
-) -> list[tuple[int, list[Any]]]:
-    """Variant and arguments of each launch: addresses for tensors, fresh memory by its role."""
-    roles: dict[Any, str] = dict(allocated)
-    for at, result in enumerate(results):
-        if isinstance(result, torch.Tensor) and result.data_ptr() in allocated:
-            roles[result.data_ptr()] = f"result {at}"
-    observed = []
-    for kernel, arguments in runs:
-        # The hooks and their metadata stand before the kernel's own arguments.
-        own = arguments[:6] + arguments[9:]
-        values = [v.data_ptr() if isinstance(v, torch.Tensor) else v for v in own]
-        observed.append((kernel.function, [roles.get(value, value) for value in values]))
-    return observed
-
-
-def _refuse(*arguments: Any, **options: Any) -> None:
-    raise AssertionError("a known call needs neither Triton's binder nor the tables")
-
-
 def _id(value: object) -> str:
     """A name that is the same in every process, which the address of a function is not."""
     return getattr(value, "__qualname__", str(value))
@@ -244,41 +222,8 @@ def test_a_repeated_call_launches_what_triton_launches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MLACAST_BACKEND", "triton")
-    allocated: dict[int, str] = {}
-
-    def recording(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def recorded(*sizes: Any, **options: Any) -> torch.Tensor:
-            tensor = allocate(*sizes, **options)
-            # Splits' maxima and sums lie behind their outputs.
-            for at in range(0, tensor.nbytes, 4):
-                allocated[tensor.data_ptr() + at] = f"byte {at} of {tensor.nbytes}"
-            return tensor
-
-        return recorded
-
-    for module in (launch, launch_code):
-        monkeypatch.setattr(module, "allocator", lambda device: recording(EMPTY_STRIDED))
-    call(**make(shape))
-    again = make(shape)
-    for place, name in ((torch, "empty"), (torch, "zeros"), (torch.Tensor, "new_empty")):
-        monkeypatch.setattr(place, name, recording(getattr(place, name)))
-
-    def launched() -> list[tuple[int, list[Any]]]:
-        gpu.runs.clear()
-        return _observed(gpu.runs, call(**again), allocated)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Launches, "launch", _refuse)
-        repeated = [launched()]
-        if call not in (fused.prefill, fused.decode) or again["out"] is not None:
-            # From now on it is a function of its own that does it.
-            patch.setattr(known_calls, "describe", _refuse)
-        repeated.append(launched())
-    known_calls.OPERATORS.clear()
-    known_calls.PUBLIC.clear()
-    variants = len(gpu.compiled)
-    assert [launched()] * 2 == repeated
-    assert len(gpu.compiled) == variants
+    allocates_scales = call in (fused.prefill, fused.decode) and shape.out == "bf16"
+    assert_repeated(call, lambda: make(shape), gpu, monkeypatch, is_straight=not allocates_scales)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -332,7 +277,8 @@ def test_equal_signatures_mean_equal_specialisations(
 
 
 def test_hooks_are_called_with_the_metadata_of_the_launch(gpu: FakeGpu) -> None:
-    mlacast.sparse_mla_prefill(**_prefill(Shape()))
+    for _ in range(3):
+        mlacast.sparse_mla_prefill(**_prefill(Shape()))
     chain = knobs.runtime.launch_enter_hook
     gpu.runs.clear()
     mlacast.sparse_mla_prefill(**_prefill(Shape()))
@@ -354,13 +300,16 @@ def test_hooks_are_called_with_the_metadata_of_the_launch(gpu: FakeGpu) -> None:
 
 def test_pre_run_hooks_are_called(gpu: FakeGpu) -> None:
     seen: list[Any] = []
-    PREFILL_KERNEL.add_pre_run_hook(lambda *arguments, **options: seen.append(arguments))
-    try:
-        for _ in range(3):
+    for calls_before in (0, 3):
+        for _ in range(calls_before):
             mlacast.sparse_mla_prefill(**_prefill(Shape()))
-    finally:
-        PREFILL_KERNEL.pre_run_hooks.clear()
-    assert len(seen) == 3
+        PREFILL_KERNEL.add_pre_run_hook(lambda *arguments, **options: seen.append(arguments))
+        try:
+            for _ in range(3):
+                mlacast.sparse_mla_prefill(**_prefill(Shape()))
+        finally:
+            PREFILL_KERNEL.pre_run_hooks.clear()
+    assert len(seen) == 6
 
 
 def test_launches_of_a_strange_tensor_or_triton_are_not_bound(
