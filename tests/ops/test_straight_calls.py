@@ -34,7 +34,7 @@ class FakePlan:
         self.launched: list[tuple[int, ...]] = []
         self.ready = True
 
-    def __call__(self, addresses: list[int]) -> None:
+    def __call__(self, addresses: list[int], /) -> None:
         self.launched.append(tuple(addresses))
 
     def launch(self, *addresses: int) -> None:
