@@ -26,18 +26,22 @@ Straight = Callable[..., Any]
 
 
 class Plan(Protocol):
-    """Launches of a call as a function of the addresses of its tensors.
+    """Launches of a call as a function of the addresses of its tensors."""
 
-    Attributes:
-        launch: Launches on the current stream; one argument for each tensor. It may be called while
-            ``is_ready()``, which it does not ask.
-        is_ready: Whether ``launch`` may be called: the device is current and no hook listens.
-        empty: ``empty(sizes, strides, dtype)`` on the current device.
-    """
+    @property
+    def launch(self) -> Callable[..., None]:
+        """Launches on the current stream: a function of one address for each tensor.
 
-    launch: Callable[..., None]
-    is_ready: Callable[[], bool]
-    empty: Callable[..., torch.Tensor]
+        It may be called while ``is_ready()``, which it does not ask.
+        """
+
+    @property
+    def is_ready(self) -> Callable[[], bool]:
+        """Whether ``launch`` may be called: the device is current and no hook listens."""
+
+    @property
+    def empty(self) -> Callable[..., torch.Tensor]:
+        """``empty(sizes, strides, dtype)`` on the current device."""
 
     def __call__(self, addresses: list[int], /) -> None:
         """Launch on the current stream."""
