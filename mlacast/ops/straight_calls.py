@@ -283,10 +283,10 @@ def _place(places: dict[int, str], value: Any) -> str:
 @functools.lru_cache(MAX_PATTERNS)
 def _builder(num_values: int, num_constants: int, body: str) -> Callable[..., Straight]:
     """Compile what makes the functions of one pattern of arguments."""
-    constants = "".join(f"k{at}, " for at in range(num_constants))
+    constants = ", ".join(f"k{at}" for at in range(num_constants))
     source = (
         "def build(check, is_ready, empty, launch, constants):\n"
-        f"    {constants}= constants\n"
+        f"    [{constants}] = constants\n"
         f"    def call({', '.join(f'v{at}' for at in range(num_values))}):\n        {body}\n"
         "    return call\n"
     )

@@ -190,7 +190,7 @@ def _builder(
     body = "\n".join(f"        {line}" for line in lines)
     source = (
         "def build(get_stream, index, empty, sizes, constants):\n"
-        f"    {', '.join(used)}, = constants\n"
+        f"    [{', '.join(used)}] = constants\n"
         f"    def launch({parameters}):\n{body}\n"
         "    return launch\n"
     )
