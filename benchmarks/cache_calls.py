@@ -285,7 +285,8 @@ class Work:
 
             def gather() -> Tensor:
                 # Kept, or the next call of a graph would get the same memory, warm.
-                rows: Tensor = functions[1](self._cache, self._slots[at], **config)
+                made = functions[1](self._cache, self._slots[at], **config)
+                rows: Tensor = made if isinstance(made, torch.Tensor) else made.result
                 self._gathered[at] = rows
                 return rows
 
