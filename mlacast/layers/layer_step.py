@@ -1,7 +1,7 @@
 """One step of an MLA layer, run: which rows attend how, and what is written where.
 
-What depends on the metadata of a step is here, behind the operator of the layer: a compiler never
-sees it.
+What depends on the metadata of a step is here, behind the operator of the layer, where a compiler
+does not look.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mlacast.descriptors.kv_format import KvFormat
-from mlacast.distributed.groups import check_same_on_all_ranks
+from mlacast.distributed.groups import check_same_on_all_ranks, group_named
 from mlacast.errors import fail
 from mlacast.layers.decode_rows import AbsorbedAttention
 from mlacast.layers.metadata import MLAMetadata
@@ -55,7 +55,7 @@ class LayerStep:
         q: [T, N, 192].
         kv_c_normed: [T, 512].
         k_pe: [T, 64].
-        kv_cache: Cache that holds the new tokens already.
+        kv_cache: [pages, page, ...] cache that holds the new tokens already.
         out: T rows of N * 128 features.
         lse: [T, N] float32 to fill, or None.
         indices: [rows, topk] int32 slots, or None for dense attention.
@@ -71,19 +71,17 @@ class LayerStep:
     indices: Tensor | None
     topk_length: Tensor | None
 
-    def write(
-        self, settings: LayerSettings, metadata: MLAMetadata, group: dist.ProcessGroup | None
-    ) -> None:
+    def write(self, settings: LayerSettings, metadata: MLAMetadata) -> None:
         """Attend every row and write it; rows behind those of ``metadata`` become zeros.
 
         Args:
             settings: Of the layer.
             metadata: Requests of the step.
-            group: Ranks that share the cache, or None.
 
         Raises:
             ValueError: The metadata does not fit the tensors or the layer; nothing is written.
         """
+        group = group_named(settings.group_name)
         self._check_metadata(settings, metadata, group)
         absorbed = self._absorbed_rows(metadata)
         if group is not None:
@@ -178,7 +176,7 @@ class LayerStep:
         if self.q.shape[0] < metadata.num_tokens:
             requirement = f"have the {metadata.num_tokens} tokens of metadata, or more"
             fail(OP, "q", requirement, self.q.shape[0])
-        page_size = settings.kv_format.check_cache(OP, "kv_cache", self.kv_cache)[1]
+        page_size = self.kv_cache.shape[1]
         if page_size != metadata.page_size:
             requirement = f"have the {metadata.page_size} tokens per page of metadata"
             fail(OP, "kv_cache", requirement, page_size)

@@ -21,8 +21,15 @@ _LIVE: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _NUMBERS = itertools.count()
 
 
-def number_of(metadata: object) -> Tensor:
-    """Give an object a number of its own: a scalar int64 tensor on the host."""
+def number_of(metadata: object) -> Tensor | None:
+    """Give an object a number of its own: a scalar int64 tensor on the host.
+
+    Returns:
+        The number; None while a function is being compiled, whose compiler then knows what is in
+        the object anyway.
+    """
+    if torch.compiler.is_compiling():
+        return None
     number = next(_NUMBERS)
     _LIVE[number] = metadata
     return torch.tensor(number, dtype=torch.int64, device="cpu")

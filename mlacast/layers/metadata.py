@@ -40,7 +40,8 @@ class MLAMetadata:
         decode_table: [num_decode_tokens / decode_query_len, pages] int32.
         decode_seq_lens: As many, int32: cached tokens that the last token of a row sees, of
             those that this rank keeps.
-        number: By which the operator of a layer finds the metadata.
+        number: By which the operator of a layer finds the metadata; None for metadata made in a
+            function that is being compiled.
     """
 
     query_lens: tuple[int, ...]
@@ -53,8 +54,8 @@ class MLAMetadata:
     decode_query_len: int
     decode_table: Tensor
     decode_seq_lens: Tensor
-    number: Tensor = field(init=False, repr=False)
-    _runs: dict[int, tuple[Run, ...]] = field(default_factory=dict, repr=False)
+    number: Tensor | None = field(init=False, repr=False)
+    _runs: dict[int, tuple[Run, ...]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "number", number_of(self))

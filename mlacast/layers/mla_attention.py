@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mlacast.descriptors.kv_format import KvFormat
-from mlacast.distributed.groups import check_group
+from mlacast.distributed.groups import check_group, name_of_group
 from mlacast.errors import UnsupportedError, check_tensor, check_type, fail
 from mlacast.layers.layer_step import LayerSettings, LayerStep
 from mlacast.layers.metadata import MLAMetadata
 from mlacast.layers.output_buffer import GroupLayout, output_buffer
-from mlacast.layers.step_operator import name_of_group, run_step
+from mlacast.layers.step_operator import run_step
 from mlacast.ops.output import Output
 
 OP = "MLAAttention"
@@ -204,8 +204,7 @@ class MLAAttention(nn.Module):
         step = LayerStep(
             q, kv_c_normed, k_pe.flatten(1), kv_cache, buffer, lse, indices, topk_length
         )
-        # Nothing else may be read of the metadata here: a compiler would take it for a constant.
-        run_step(self._settings, step, metadata.number)
+        run_step(self._settings, step, metadata)
         return output if lse is None else (output, lse)
 
     @property

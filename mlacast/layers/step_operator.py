@@ -9,14 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
 from mlacast.descriptors.kv_format import KvFormat
 from mlacast.descriptors.out_format import Bf16
 from mlacast.layers.layer_step import LayerSettings, LayerStep
 from mlacast.layers.live_metadata import with_number
+from mlacast.layers.metadata import MLAMetadata
 from mlacast.ops.output import Output, OutputArguments, from_arguments, to_arguments
+from mlacast.ops.signature import nobody_listens
 
 OP = "MLAAttention.forward"
 SCHEMA = (
@@ -27,27 +29,24 @@ SCHEMA = (
     "str out_format, Tensor? out_scale, SymInt row_start, SymInt total_tokens) -> ()"
 )
 
-# Operators name groups by strings, as those of torch do. A group lives as long as the process.
-_GROUPS: dict[str, dist.ProcessGroup] = {}
 
+def run_step(settings: LayerSettings, step: LayerStep, metadata: MLAMetadata) -> None:
+    """Write a step, through the operator wherever somebody could see it.
 
-def name_of_group(group: dist.ProcessGroup | None) -> str:
-    """Return a name by which the operator finds a group again, "" for none."""
-    if group is None:
-        return ""
-    name = str(group.group_name)
-    _GROUPS[name] = group
-    return name
-
-
-def run_step(settings: LayerSettings, step: LayerStep, metadata_number: Tensor) -> None:
-    """Call the operator.
+    To flatten a step and put it together again takes the host as long as some of its launches, so
+    eager mode goes without. Metadata that is made in a compiled function has no number; its steps
+    are traced through.
 
     Args:
         settings: Of the layer.
         step: Tensors of the step; its output and lse are written.
-        metadata_number: Of its metadata.
+        metadata: Requests of the step. Nothing but the number may be read of it here: a compiler
+            would take it for a constant.
     """
+    number = metadata.number
+    if number is None or (nobody_listens() and type(step.q) in (Tensor, Parameter)):
+        step.write(settings, metadata)
+        return
     out = _flatten(step.out)
     q_scale, q_scale_tensor = _split(settings.q_scale)
     k_scale, k_scale_tensor = _split(settings.k_scale)
@@ -57,7 +56,7 @@ def run_step(settings: LayerSettings, step: LayerStep, metadata_number: Tensor) 
         step.k_pe,
         step.kv_cache,
         settings.kv_b_proj,
-        metadata_number,
+        number,
         out.data,
         out.sf,
         step.lse,
@@ -127,10 +126,10 @@ def _body(
     step = LayerStep(q, kv_c_normed, k_pe, kv_cache, out, lse, indices, topk_length)
     # Forward only, whoever calls the operator.
     with torch.no_grad():
-        step.write(settings, with_number(OP, metadata), _GROUPS.get(dcp_group))
+        step.write(settings, with_number(OP, metadata))
 
 
-def _fake(*args: Any) -> None:
+def _fake(*args: Any, **kwargs: Any) -> None:
     """Fake kernel: all outputs are mutated arguments."""
 
 

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._inductor.utils import run_and_get_code
 
 import mlacast
+from mlacast.compat import vllm
 from mlacast.layers import MLAAttention, MLAMetadata
-from tests.format_cases import bytes_of
+from tests.format_cases import (
+    FAMILIES,
+    FormatCase,
+    buffer_bytes,
+    bytes_of,
+    case_id,
+    poisoned_buffer,
+)
 from tests.layers.steps import HEADS, PAGE, Inputs, Step, assert_close, draw
+from tests.oracles import same_bits
 
 FEATURES = HEADS * 128
-# All of 9 tokens and 2 rows of padding or none, and so of the same shapes.
+# All of 11 rows, and so of the same shapes.
 STEPS = (
     Step("mixed", (1, 1, 4, 3), (7, 3, 0, 0), padding=2),
     Step("chunks", (1, 3, 5), (8, 19, 6), padding=2, workspace=3),
@@ -28,11 +35,10 @@ STEPS = (
     Step("prefill", (11,), (0,)),
     Step("nothing", (), (), padding=11),
 )
-FORMATS = (
-    mlacast.Bf16(),
-    mlacast.Fp8Tensor(0.02),
-    mlacast.Fp8Group(128, "float32", "mn_major"),
-    mlacast.Nvfp4(448.0),
+CACHES = (
+    Step("fp8_cache", (1, 3, 4), (8, 9, 0), kv_format="FP8", workspace=4),
+    Step("v32_cache", (1, 3, 4), (8, 9, 0), kv_format="V32", workspace=4),
+    Step("no_rows", (), ()),
 )
 
 
@@ -41,6 +47,13 @@ def _fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+# Inductor compiles C++ for the CPU.
+inductor = pytest.param(
+    "inductor",
+    marks=pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler"),
+)
 
 
 class Counter:
@@ -55,52 +68,142 @@ class Counter:
         return module
 
 
-def forward_of(layer: MLAAttention) -> Callable[..., Any]:
+def forward_of(layer: MLAAttention, **options: Any) -> Callable[..., Any]:
     def forward(*arguments: Any) -> Any:
-        return layer(*arguments, return_lse=True)
+        return layer(*arguments, return_lse=True, **options)
 
     return forward
 
 
-def buffer_of(fmt: mlacast.OutFormat, tokens: int) -> mlacast.QuantizedTensor:
-    """Rows 2 to 2 + tokens of a longer buffer, which hold NaN."""
-    buffer = mlacast.QuantizedTensor.empty(tokens + 3, 1, FEATURES, fmt)
-    for tensor in (buffer.data, buffer.sf):
-        if tensor is not None:
-            bytes_of(tensor).fill_(0xFF)
-    return buffer
+def plain_output(inputs: Inputs) -> Tensor:
+    shape = (inputs.q.shape[0], FEATURES)
+    return torch.full(shape, float("nan"), dtype=torch.bfloat16)
 
 
-def assert_same(left: mlacast.QuantizedTensor, right: mlacast.QuantizedTensor) -> None:
-    assert torch.equal(bytes_of(left.data), bytes_of(right.data))
-    if left.sf is not None:
-        assert right.sf is not None
-        assert torch.equal(bytes_of(left.sf), bytes_of(right.sf))
-
-
-@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.key)
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.id)
-def test_bits_of_eager_mode(step: Step, fmt: mlacast.OutFormat) -> None:
-    inputs = draw(step)
-    tokens = inputs.q.shape[0]
-    forward = forward_of(inputs.layer)
+def assert_bits_of_eager_mode(inputs: Inputs, **options: Any) -> None:
+    """Compile a step, and make it in both ways."""
+    forward = forward_of(inputs.layer, **options)
     compiled = torch.compile(forward, fullgraph=True, backend="aot_eager")
-    whole, other = buffer_of(fmt, tokens), buffer_of(fmt, tokens)
-    part = whole[2 : 2 + tokens]
-    returned, lse = compiled(*inputs.tensors, part)
-    _, wanted_lse = forward(*inputs.tensors, other[2 : 2 + tokens])
-    assert_same(whole, other)
-    assert torch.equal(lse, wanted_lse)
-    assert returned.data.data_ptr() == part.data.data_ptr()
+    ours, theirs = plain_output(inputs), plain_output(inputs)
+    returned, lse = compiled(*inputs.tensors, ours)
+    _, wanted_lse = forward(*inputs.tensors, theirs)
+    assert same_bits(ours, theirs)
+    assert same_bits(lse, wanted_lse)
+    assert returned.data_ptr() == ours.data_ptr()
 
 
-def test_values_of_a_plain_output() -> None:
+@pytest.mark.parametrize("step", [*STEPS[1:], *CACHES], ids=lambda step: step.id)
+def test_bits_of_eager_mode(step: Step) -> None:
+    assert_bits_of_eager_mode(draw(step))
+
+
+def test_values() -> None:
     inputs = draw(STEPS[0])
-    output = torch.full((11, FEATURES), float("nan"), dtype=torch.bfloat16)
+    output = plain_output(inputs)
     compiled = torch.compile(forward_of(inputs.layer), fullgraph=True, backend="aot_eager")
     _, lse = compiled(*inputs.tensors, output)
     assert_close(output, lse, inputs)
     assert not output[9:].any()
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "range"])
+@pytest.mark.parametrize("case", FAMILIES, ids=case_id)
+def test_bytes_of_eager_mode(case: FormatCase, is_whole: bool) -> None:
+    """Rows around the range and padding of scales included."""
+    inputs = draw(STEPS[0], heads=4)
+    range_of, total = (slice(0, 11), 11) if is_whole else (slice(2, 13), 14)
+    buffers = []
+    for backend in ("aot_eager", None):
+        buffer = poisoned_buffer(case, total, 1, 4 * 128)
+        run: Any = inputs.layer.forward
+        if backend is not None:
+            run = torch.compile(run, fullgraph=True, backend=backend)
+        returned = run(*inputs.tensors, buffer[range_of])
+        assert returned.data.data_ptr() == buffer[range_of].data.data_ptr()
+        buffers.append(buffer_bytes(buffer))
+    for compiled, eager in zip(*buffers, strict=True):
+        assert compiled is None or torch.equal(compiled, eager)
+
+
+def test_selections_and_scales_on_the_device() -> None:
+    inputs = draw(CACHES[0])
+    inputs.layer.q_scale = torch.tensor([0.125])
+    inputs.layer.k_scale = torch.tensor(0.05)
+    slots = inputs.metadata.block_table[:, 0].repeat_interleave(torch.tensor([1, 3, 4])) * PAGE
+    indices = torch.stack((slots, slots + 1, slots), 1)
+    lengths = torch.tensor([2, 1, 3, 2, 1, 0, 3, 2], dtype=torch.int32)
+    assert_bits_of_eager_mode(inputs, indices=indices, topk_length=lengths)
+
+
+def engine_tensors(scheme: str) -> tuple[Tensor, dict[str, Any]]:
+    """An output of 11 rows of 4 heads, and what is said of it."""
+    codes = torch.full((11, 256 if scheme == "nvfp4" else 512), 0x5A, dtype=torch.uint8)
+    if scheme == "static":
+        return codes.view(torch.float8_e4m3fn), {"output_scale": torch.tensor([0.03])}
+    if scheme == "nvfp4":
+        sf = torch.full((128, 32), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        return codes, {"output_scale": torch.tensor([600.0]), "output_block_scale": sf}
+    # Columns 12 apart.
+    scales = torch.full((4, 12), float("nan")).T[:11]
+    words = {"quant_group_size": 128, "quant_col_major": True, "quant_tma_aligned": True}
+    return codes.view(torch.float8_e4m3fn), {"output_block_scale": scales, **words}
+
+
+@pytest.mark.parametrize("scheme", ["static", "nvfp4", "group"])
+def test_tensors_of_an_engine(scheme: str) -> None:
+    inputs = draw(STEPS[1], heads=4)
+
+    def step(output: Tensor, options: dict[str, Any]) -> None:
+        vllm.forward_impl(inputs.layer, *inputs.tensors, output, **options)
+
+    results = []
+    for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        output, options = engine_tensors(scheme)
+        untouched = bytes_of(output).clone()
+        run(output, options)
+        assert not torch.equal(bytes_of(output), untouched)
+        results.append([output, *(v for v in options.values() if isinstance(v, Tensor))])
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(bytes_of(eager), bytes_of(compiled))
+
+
+def test_a_profiling_run() -> None:
+    inputs = draw(STEPS[0])
+    output = plain_output(inputs)
+    compiled = torch.compile(vllm.forward_impl, fullgraph=True, backend="aot_eager")
+    compiled(inputs.layer, *inputs.tensors[:4], None, output)
+    assert not output.any()
+    # What it compiled does not stand in the way of a step.
+    compiled(inputs.layer, *inputs.tensors, output)
+    wanted = plain_output(inputs)
+    inputs.layer(*inputs.tensors, wanted)
+    assert same_bits(output, wanted)
+
+
+def test_metadata_made_in_the_compiled_function() -> None:
+    inputs = draw(STEPS[0])
+    table = inputs.metadata.block_table
+
+    def step(output: Tensor) -> None:
+        metadata = MLAMetadata.build(STEPS[0].query_lens, STEPS[0].context_lens, table, PAGE)
+        inputs.layer(*inputs.tensors[:4], metadata, output)
+
+    ours, theirs = plain_output(inputs), plain_output(inputs)
+    torch.compile(step, fullgraph=True, backend="aot_eager")(ours)
+    step(theirs)
+    assert same_bits(ours, theirs)
+
+
+def test_metadata_that_only_the_call_holds() -> None:
+    inputs = draw(STEPS[0])
+    ours, theirs = plain_output(inputs), plain_output(inputs)
+    inputs.layer(*inputs.tensors, theirs)
+    metadata = [inputs.metadata]
+    tensors = inputs.tensors[:4]
+    object.__setattr__(inputs, "metadata", None)
+    compiled = torch.compile(inputs.layer.forward, fullgraph=True, backend="aot_eager")
+    compiled(*tensors, metadata.pop(), ours)
+    assert same_bits(ours, theirs)
 
 
 def test_one_operator_and_one_compilation_for_all_batches_of_a_size() -> None:
@@ -108,14 +211,14 @@ def test_one_operator_and_one_compilation_for_all_batches_of_a_size() -> None:
     layer = draw(STEPS[1]).layer
     compiled = torch.compile(forward_of(layer), fullgraph=True, backend=counter)
     # Pools of one size, as an engine has.
-    drawn = [(step, draw(step)) for step in STEPS]
-    pages = max(inputs.kv_cache.shape[0] for _, inputs in drawn)
-    for _, inputs in drawn:
+    drawn = [draw(step) for step in STEPS]
+    pages = max(inputs.kv_cache.shape[0] for inputs in drawn)
+    for inputs in drawn:
         shape = (pages, *inputs.kv_cache.shape[1:])
         cache = torch.full(shape, float("nan"), dtype=torch.bfloat16)
         cache[: inputs.kv_cache.shape[0]] = inputs.kv_cache
         arguments = (inputs.q, inputs.kv_c, inputs.k_pe, cache, inputs.metadata)
-        ours, theirs = (torch.empty(11, FEATURES, dtype=torch.bfloat16) for _ in range(2))
+        ours, theirs = plain_output(inputs), plain_output(inputs)
         compiled(*arguments, ours)
         layer(*arguments, theirs)
         assert torch.equal(ours, theirs)
@@ -132,16 +235,14 @@ def test_one_compilation_for_many_numbers_of_tokens() -> None:
         Step("few", (1, 2), (1, 0)),
     ):
         inputs = draw(step)
-        ours, theirs = (
-            torch.empty(inputs.q.shape[0], FEATURES, dtype=torch.bfloat16) for _ in range(2)
-        )
+        ours, theirs = plain_output(inputs), plain_output(inputs)
         compiled(*inputs.tensors, ours)
         layer(*inputs.tensors, theirs)
         assert torch.equal(ours, theirs)
     assert len(counter.operators) == 1
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", inductor])
 def test_what_is_written_is_seen_before_and_behind(backend: str) -> None:
     inputs = draw(Step("decodes", (1, 1, 1), (5, 2, 7)))
     metadata = inputs.metadata
@@ -174,87 +275,24 @@ def test_what_is_written_is_seen_before_and_behind(backend: str) -> None:
     assert torch.equal(output, untouched)
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps the calls of the operator."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[tuple[Any, ...]] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.ops.mlacast.mla_attention.default:
-            self.calls.append(args)
-        return func(*args, **(kwargs or {}))
-
-
-def recorded_call(inputs: Inputs, output: Any) -> tuple[Any, ...]:
-    with Recorder() as recorder:
-        inputs.layer(*inputs.tensors, output, return_lse=True)
-    assert len(recorder.calls) == 1
-    call: tuple[Any, ...] = recorder.calls[0]
-    return call
-
-
-@pytest.mark.parametrize("step", STEPS[:2], ids=lambda step: step.id)
-def test_opcheck(step: Step) -> None:
-    inputs = draw(step)
-    # opcheck compares inputs with allclose, to which NaN is never close.
-    tensors = [torch.nan_to_num(tensor) for tensor in inputs.tensors[:4]]
-    output = torch.zeros(inputs.q.shape[0], FEATURES, dtype=torch.bfloat16)
-    with Recorder() as recorder:
-        inputs.layer(*tensors, inputs.metadata, output, return_lse=True)
-    torch.library.opcheck(torch.ops.mlacast.mla_attention.default, recorder.calls[0])
-
-
-def test_the_schema_names_what_is_written() -> None:
-    arguments = torch.ops.mlacast.mla_attention.default._schema.arguments
-    written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-    assert written == ["out_data", "out_sf", "lse"]
-
-
-def test_fake_tensors() -> None:
+@pytest.mark.parametrize("backend", [inductor])
+def test_no_output_is_copied(backend: str) -> None:
+    """The operator gets rows of the caller's buffer: the code around it allocates nothing."""
     inputs = draw(STEPS[0])
-    output = torch.empty(11, FEATURES, dtype=torch.bfloat16)
-    layer = copy.deepcopy(inputs.layer)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fakes = [mode.from_tensor(tensor) for tensor in inputs.tensors[:4]]
-        layer.kv_b_proj = mode.from_tensor(inputs.layer.kv_b_proj)
-        returned, lse = layer(*fakes, inputs.metadata, mode.from_tensor(output), return_lse=True)
-    assert returned.shape == output.shape
-    assert (lse.shape, lse.dtype) == ((11, HEADS), torch.float32)
+    case = FormatCase("Fp8Group", 128, "float32", "mn_major")
+    ours, theirs = (poisoned_buffer(case, 14, 1, FEATURES) for _ in range(2))
 
+    def step(buffer: mlacast.QuantizedTensor) -> None:
+        inputs.layer(*inputs.tensors, buffer[2:13])
 
-def test_metadata_that_is_gone_is_named() -> None:
-    inputs = draw(STEPS[0])
-    output = torch.zeros(11, FEATURES, dtype=torch.bfloat16)
-    call = list(recorded_call(inputs, output.clone()))
-    names = [a.name for a in torch.ops.mlacast.mla_attention.default._schema.arguments]
-    call[names.index("metadata")] = MLAMetadata.build(
-        [1], [0], torch.zeros(1, 1, dtype=torch.int32), PAGE
-    ).number
-    call[names.index("out_data")] = output.view(11, HEADS, 128)
-    with pytest.raises(ValueError, match="metadata must be kept until the step is done"):
-        torch.ops.mlacast.mla_attention(*call)
-    assert not output.any()
-
-
-@pytest.mark.parametrize(
-    "duplicate",
-    [copy.copy, copy.deepcopy, lambda metadata: pickle.loads(pickle.dumps(metadata))],
-    ids=["copy", "deepcopy", "pickle"],
-)
-def test_copies_of_metadata_are_metadata_of_their_own(duplicate: Callable[[Any], Any]) -> None:
-    inputs = draw(STEPS[0])
-    ours, theirs = (torch.empty(11, FEATURES, dtype=torch.bfloat16) for _ in range(2))
-    inputs.layer(*inputs.tensors, theirs)
-    copied = duplicate(inputs.metadata)
-    assert int(copied.number) != int(inputs.metadata.number)
-    tensors = inputs.tensors[:4]
-    object.__setattr__(inputs, "metadata", None)
-    inputs.layer(*tensors, copied, ours)
-    assert torch.equal(ours, theirs)
+    _, code = run_and_get_code(torch.compile(step, fullgraph=True, backend=backend), ours)
+    step(theirs)
+    for one, other in zip(buffer_bytes(ours), buffer_bytes(theirs), strict=True):
+        assert one is not None and other is not None
+        assert torch.equal(one, other)
+    call = code[0][code[0].index("def call") :]
+    assert call.count("mlacast.mla_attention.default(") == 1
+    assert "empty_strided_cpu(" not in call
 
 
 def test_errors_keep_their_sentence_and_come_before_anything_is_written() -> None:
