@@ -44,6 +44,7 @@ def run_step(settings: LayerSettings, step: LayerStep, metadata: MLAMetadata) ->
             would take it for a constant.
     """
     number = metadata.number
+    # Subclasses of Tensor watch as well: fake ones have no memory to read.
     if number is None or (nobody_listens() and type(step.q) in (Tensor, Parameter)):
         step.write(settings, metadata)
         return
