@@ -141,6 +141,7 @@ def dense_mla_prefill_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(i), count=1)
         mbarrier.init(k_free.index(i), count=CONSUMERS)
+    for i in gl.static_range(STAGES):
         mbarrier.init(v_ready.index(i), count=1)
         mbarrier.init(v_free.index(i), count=CONSUMERS)
     buffers = (q_smem, k_smem, v_smem, words_smem)
