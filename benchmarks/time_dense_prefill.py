@@ -1,9 +1,9 @@
-"""Time the Hopper ``dense_mla_prefill`` beside cuDNN's attention, after a check of every variant.
+"""Time the Hopper ``dense_mla_prefill`` beside cuDNN's attention, after a check of every format.
 
     PYTHONPATH=. python benchmarks/time_dense_prefill.py
-    PYTHONPATH=. python benchmarks/time_dense_prefill.py --variants main,three --formats bf16
+    PYTHONPATH=. python benchmarks/time_dense_prefill.py --formats bf16,nvfp4
 
-Every variant is compiled in a process of its own, which also checks it; one that is wrong or hangs
+Every format is compiled in a process of its own, which also checks it; one that is wrong or hangs
 is not timed. Times are medians of calls that each follow a rest and a spin of about 1 ms (clocks
 stay up). TFLOP/s counts batch * heads * tokens**2 * (192 + 128), half of the full square.
 """
@@ -24,19 +24,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mlacast
-from mlacast.kernels.gluon.sm90.dense_mla_prefill import Variant, launch_dense_mla_prefill
+from mlacast.kernels.gluon.sm90.dense_mla_prefill import launch_dense_mla_prefill
 from tests.gpu import dense_prefill_cases as cases
 
 DEVICE = "cuda"
-VARIANTS = {
-    "main": Variant(),
-    "free": Variant(take_turns=False),
-    "query2": Variant(query_parts=2),
-    "query0": Variant(query_parts=0),
-    "three": Variant(consumers=3, query_parts=0),
-    "three_free": Variant(consumers=3, query_parts=0, take_turns=False),
-    "static": Variant(dynamic=False),
-}
 FORMATS = {
     "bf16": mlacast.Bf16(),
     "fp8_tensor": mlacast.Fp8Tensor(0.02),
@@ -47,21 +38,20 @@ FORMATS = {
 }
 # (sequences, tokens of each, heads)
 SHAPES = ((1, 8192, 16), (8, 1024, 16), (1, 8192, 128), (8, 1024, 128), (1, 16384, 16))
-# The first variant in the other formats.
+# In formats other than bfloat16.
 FORMAT_SHAPES = SHAPES[:2]
 PROBLEMS = (cases.RAGGED, cases.PADDED, cases.ALIGNED, cases.LONG)
 
 
-def check(variant: str, output: str) -> None:
-    """Raise AssertionError if the variant is wrong."""
+def check(output: str) -> None:
+    """Raise AssertionError if a format is wrong."""
     problems = PROBLEMS if output == "bf16" else (cases.ENDING, cases.INSIDE)
-    run = functools.partial(launch_dense_mla_prefill, variant=VARIANTS[variant])
     for problem in problems:
         torch.manual_seed(1)
         inputs = cases.draw(problem, DEVICE)
         expected = cases.expect(problem, inputs)
         for _ in range(2):
-            written = cases.launch(run, problem, inputs, FORMATS[output], 1)
+            written = cases.launch(launch_dense_mla_prefill, problem, inputs, FORMATS[output], 1)
             torch.cuda.synchronize()
             cases.assert_right(problem, 1, written, expected)
 
@@ -98,9 +88,7 @@ def cudnn_call(sequences: int, tokens: int, heads: int) -> Callable[[], object]:
     return call
 
 
-def our_call(
-    sequences: int, tokens: int, heads: int, variant: str, output: str
-) -> Callable[[], object]:
+def our_call(sequences: int, tokens: int, heads: int, output: str) -> Callable[[], object]:
     """A launch; v is a view into rows that hold other things too, as an up-projection leaves it."""
     rows = sequences * tokens
     q, k = (torch.randn((rows, heads, 192), device=DEVICE).bfloat16() for _ in range(2))
@@ -121,69 +109,65 @@ def our_call(
         causal=True,
         out=out,
         lse=lse,
-        variant=VARIANTS[variant],
     )
 
 
-def time_all(jobs: list[tuple[str, str]], calls: int, stop_at: float) -> None:
-    """Print one line for each shape and job, cuDNN first; shapes are left out when time is up."""
+def time_all(outputs: list[str], calls: int, stop_at: float) -> None:
+    """Print one line for each shape and format, cuDNN first; what is behind ``stop_at`` is not."""
     for shape in SHAPES:
         sequences, tokens, heads = shape
         flops = sequences * heads * tokens**2 * (192 + 128)
-        here = [job for job in jobs if job[1] == "bf16" or shape in FORMAT_SHAPES]
-        for variant, output in [("cudnn", "bf16"), *here]:
+        here = [output for output in outputs if output == "bf16" or shape in FORMAT_SHAPES]
+        for name in ("cudnn", *here):
             if time.monotonic() > stop_at:
                 print("time is up", flush=True)
                 return
-            call = (
-                cudnn_call(*shape)
-                if variant == "cudnn"
-                else our_call(*shape, variant=variant, output=output)
-            )
+            call = cudnn_call(*shape) if name == "cudnn" else our_call(*shape, output=name)
             us = burst_us(call, calls)
-            name = f"{sequences}x{tokens} h{heads} {variant} {output}"
-            print(f"{name}: {us:.1f} us, {flops / us / 1e6:.0f} TFLOP/s", flush=True)
+            rate = flops / us / 1e6
+            print(
+                f"{sequences}x{tokens} h{heads} {name}: {us:.1f} us, {rate:.0f} TFLOP/s", flush=True
+            )
 
 
 def main() -> int:
-    """Check variants side by side, then time the right ones."""
+    """Check formats side by side, then time the right ones."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--variants", default="main,free,query0,three,three_free")
     parser.add_argument("--formats", default="bf16,fp8_tensor,group128,mxfp8,nvfp4")
     parser.add_argument("--calls", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=100, help="for everything")
-    parser.add_argument("--check", nargs=2, help="check one variant and format, by name")
+    parser.add_argument("--check", help="check one format, by name")
     options = parser.parse_args()
     started = time.monotonic()
     watchdog = threading.Timer(options.seconds + 20, lambda: (print("HANG"), os._exit(3)))
     watchdog.daemon = True
     watchdog.start()
     if options.check:
-        check(*options.check)
+        check(options.check)
         return 0
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
-    variants, formats = options.variants.split(","), options.formats.split(",")
-    jobs = [(variant, "bf16") for variant in variants if "bf16" in formats]
-    jobs += [(variants[0], output) for output in formats if output != "bf16"]
+    outputs = options.formats.split(",")
     runs = [
         subprocess.Popen(
-            [sys.executable, __file__, "--seconds", "30", "--check", *job],
+            [sys.executable, __file__, "--seconds", "30", "--check", output],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for job in jobs
+        for output in outputs
     ]
     right = []
-    for job, run in zip(jobs, runs, strict=True):
+    for output, run in zip(outputs, runs, strict=True):
         said, _ = run.communicate()
         if run.returncode == 0:
-            right.append(job)
+            right.append(output)
         else:
-            print(*job, "is WRONG:", *said.strip().splitlines()[-6:], sep="\n  ", flush=True)
-    print(f"{len(right)} of {len(jobs)} right", f"{time.monotonic() - started:.0f} s", flush=True)
+            print(output, "is WRONG:", *said.strip().splitlines()[-6:], sep="\n  ", flush=True)
+    print(
+        f"{len(right)} of {len(outputs)} right", f"{time.monotonic() - started:.0f} s", flush=True
+    )
     time_all(right, options.calls, started + options.seconds)
-    return len(jobs) - len(right)
+    return len(outputs) - len(right)
 
 
 if __name__ == "__main__":

@@ -61,9 +61,11 @@ PROJECT_FEATURES = frozenset(
         "rows:unaligned",
         "scales:of_a_range",
         "columns:not_of_8",
+        "columns:not_of_16",
         "features:not_of_512",
         "tokens:not_of_4",
         "groups:apart",
+        "product:small",
     }
 )
 

@@ -35,6 +35,7 @@ class Impl:
         archs: Architectures it runs on; None means every device torch has.
         features: Features it has; None means every feature, which only the reference may claim.
         requires: Top-level modules it needs, beside torch.
+        cuda: Lowest version of CUDA that torch has to be built for, None for any.
         planner: ``module:function`` that picks the splits of a decode from s_q, h_q, the width of
             both lists, the device and batch_invariant; None for one split.
     """
@@ -46,6 +47,7 @@ class Impl:
     features: frozenset[str] | None = None
     requires: tuple[str, ...] = ()
     planner: str | None = None
+    cuda: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         """Refuse rows that could never be selected."""
@@ -229,14 +231,33 @@ _HOPPER_PRODUCTS = (_FLOAT32_128 | _UE8M0_32 | PROJECT_FEATURES) - {
     "rows:unaligned",
     "groups:apart",
 }
+_SCALED_MM = "mlacast.kernels.vendor.scaled_mm_grouped_out_project:launch_grouped_out_project"
+_SCALED_MM_FEATURES = _FLOAT32_128_MN | {"weights:blocks_128"}
+_SCALED_MM_CUDA = (12, 9)
 _CONSUMERS = (
     Impl(
         "grouped_out_project",
         "hopper",
         "mlacast.kernels.vendor.deep_gemm_grouped_out_project:launch_grouped_out_project",
         frozenset({"sm90"}),
-        _FLOAT32_128_MN | {"weights:blocks_128", "tokens:not_of_4", "features:not_of_512"},
+        _FLOAT32_128_MN
+        | {
+            "weights:blocks_128",
+            "tokens:not_of_4",
+            "features:not_of_512",
+            "columns:not_of_16",
+            "product:small",
+        },
         ("deep_gemm",),
+    ),
+    # Where it has been measured to be the faster one: products that are not small.
+    Impl(
+        "grouped_out_project",
+        "hopper",
+        _SCALED_MM,
+        frozenset({"sm90"}),
+        _SCALED_MM_FEATURES,
+        cuda=_SCALED_MM_CUDA,
     ),
     Impl(
         "grouped_out_project",
@@ -250,9 +271,10 @@ _CONSUMERS = (
     Impl(
         "grouped_out_project",
         "hopper",
-        "mlacast.kernels.vendor.scaled_mm_grouped_out_project:launch_grouped_out_project",
+        _SCALED_MM,
         frozenset({"sm90"}),
-        _FLOAT32_128_MN | {"weights:blocks_128"},
+        _SCALED_MM_FEATURES | {"product:small"},
+        cuda=_SCALED_MM_CUDA,
     ),
     Impl(
         "grouped_out_project",

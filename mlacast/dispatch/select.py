@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from mlacast.dispatch.impls import BACKENDS, IMPLS, Impl
 from mlacast.errors import UnsupportedError, check_choice
 
@@ -39,6 +41,13 @@ def is_installed(module: str) -> bool:
         return False
 
 
+@functools.cache
+def cuda_of_torch() -> tuple[int, int]:
+    """Version of CUDA that this torch is built for, (0, 0) for none."""
+    major, _, rest = (torch.version.cuda or "0.0").partition(".")
+    return int(major), int(rest.partition(".")[0] or 0)
+
+
 def judge(impl: Impl, required: Iterable[str], arch: str) -> Verdict:
     """Compare what a call needs with what an implementation has."""
     if impl.archs is not None and arch not in impl.archs:
@@ -51,6 +60,9 @@ def judge(impl: Impl, required: Iterable[str], arch: str) -> Verdict:
     absent = [module for module in impl.requires if not is_installed(module)]
     if absent:
         return Verdict(impl.backend, f"needs {', '.join(absent)}, found none", needs_package=True)
+    if impl.cuda is not None and cuda_of_torch() < impl.cuda:
+        wanted, found = (".".join(map(str, version)) for version in (impl.cuda, cuda_of_torch()))
+        return Verdict(impl.backend, f"needs torch built for CUDA {wanted}, found {found}")
     return Verdict(impl.backend, "")
 
 
@@ -63,8 +75,8 @@ def select(
 ) -> Impl:
     """Return the first implementation of the table, in order of preference, that covers the call.
 
-    Reads neither a device nor the environment, only which optional packages are installed. A
-    backend asked for by name never falls back to another.
+    Reads neither a device nor the environment, only which optional packages are installed and what
+    torch is built for. A backend asked for by name never falls back to another.
 
     Args:
         op: Name of the operation.

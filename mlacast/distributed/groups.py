@@ -10,6 +10,9 @@ from torch import Tensor
 
 from mlacast.errors import check_type, fail
 
+# Operators take names of groups. An entry keeps its group, so that no other can get its name.
+_NAMED: list[dist.ProcessGroup] = []
+
 
 def check_group(op: str, argument: str, group: object) -> tuple[int, int]:
     """Check a group of processes.
@@ -34,6 +37,25 @@ def check_group(op: str, argument: str, group: object) -> tuple[int, int]:
     if not dist.is_initialized():
         fail(op, argument, "be a group that still exists", "a destroyed one")
     return group.rank(), group.size()
+
+
+def name_of_group(group: dist.ProcessGroup | None) -> str:
+    """Return a name for a group, the same one every time, "" for None.
+
+    Names of torch.distributed are given again once their groups are destroyed; these are not.
+    """
+    if group is None:
+        return ""
+    known = (at for at, other in enumerate(_NAMED) if other is group)
+    at = next(known, len(_NAMED))
+    if at == len(_NAMED):
+        _NAMED.append(group)
+    return str(at)
+
+
+def group_named(name: str) -> dist.ProcessGroup | None:
+    """Return the group that ``name_of_group`` gave a name."""
+    return _NAMED[int(name)] if name else None
 
 
 def gather_into(received: Tensor, message: Tensor, group: dist.ProcessGroup) -> None:

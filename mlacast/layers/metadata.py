@@ -11,6 +11,7 @@ from torch import Tensor
 from mlacast.distributed.shard import KvShard
 from mlacast.errors import check_tensor, check_type, fail
 from mlacast.layers.context_plan import Run, plan_prefill
+from mlacast.layers.live_metadata import number_of
 
 OP = "MLAMetadata.build"
 Lengths = Sequence[int] | Tensor
@@ -39,6 +40,8 @@ class MLAMetadata:
         decode_table: [num_decode_tokens / decode_query_len, pages] int32.
         decode_seq_lens: As many, int32: cached tokens that the last token of a row sees, of
             those that this rank keeps.
+        number: By which the operator of a layer finds the metadata; None for metadata made in a
+            function that is being compiled.
     """
 
     query_lens: tuple[int, ...]
@@ -51,7 +54,16 @@ class MLAMetadata:
     decode_query_len: int
     decode_table: Tensor
     decode_seq_lens: Tensor
-    _runs: dict[int, tuple[Run, ...]] = field(default_factory=dict, repr=False)
+    number: Tensor | None = field(init=False, repr=False)
+    _runs: dict[int, tuple[Run, ...]] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "number", number_of(self))
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        # A copy, or one that was pickled, is metadata of its own.
+        self.__dict__.update(state)
+        object.__setattr__(self, "number", number_of(self))
 
     @staticmethod
     def build(

@@ -9,14 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mlacast.descriptors.kv_format import KvFormat
-from mlacast.distributed.groups import check_group, check_same_on_all_ranks
+from mlacast.distributed.groups import check_group, name_of_group
 from mlacast.errors import UnsupportedError, check_tensor, check_type, fail
-from mlacast.layers.decode_rows import AbsorbedAttention
+from mlacast.layers.layer_step import LayerSettings, LayerStep
 from mlacast.layers.metadata import MLAMetadata
 from mlacast.layers.output_buffer import GroupLayout, output_buffer
-from mlacast.layers.prefill_rows import CachedContext, PrefillRows, zero_rows
+from mlacast.layers.step_operator import run_step
 from mlacast.ops.output import Output
-from mlacast.ops.value_checks import validation_requested
 
 OP = "MLAAttention"
 FORWARD = "MLAAttention.forward"
@@ -123,6 +122,7 @@ class MLAAttention(nn.Module):
         self.dcp_group: dist.ProcessGroup | None = dcp_group
         self.dcp_rank = rank
         self.dcp_world_size = world_size
+        self._group_name = name_of_group(dcp_group if world_size > 1 else None)
         # The model that owns the weight saves it.
         self.register_buffer("kv_b_proj", kv_b_proj.detach(), persistent=False)
 
@@ -188,6 +188,7 @@ class MLAAttention(nn.Module):
             quant_group_size, quant_scale_ue8m0, quant_col_major, quant_tma_aligned
         )
         self._check_inputs(q, kv_c_normed, k_pe, kv_cache, metadata)
+        _check_indices(q, indices, topk_length)
         buffer = output_buffer(
             output,
             output_scale,
@@ -197,77 +198,26 @@ class MLAAttention(nn.Module):
             self.num_heads,
             q.device,
         )
-        num_absorbed = self._absorbed_tokens(q, metadata, indices, topk_length)
-        self._check_ranks(metadata, num_absorbed)
         lse = None
         if return_lse:
-            shape = (q.shape[0], self.num_heads)
-            lse = torch.full(shape, -float("inf"), dtype=torch.float32, device=q.device)
-        if num_absorbed > 0:
-            decoded = self._decode(
-                q[:num_absorbed], kv_cache, metadata, buffer[:num_absorbed], indices, topk_length
-            )
-            if lse is not None:
-                lse[:num_absorbed] = decoded
-        rest = slice(num_absorbed, q.shape[0])
-        if num_absorbed == metadata.num_tokens:
-            if rest.start < rest.stop:
-                zero_rows(q[rest], buffer[rest])
-        else:
-            per_tensor = self.kv_format == KvFormat.FP8
-            rows = PrefillRows(
-                q[rest],
-                kv_c_normed[rest],
-                k_pe.flatten(1)[rest],
-                self.kv_b_proj,
-                self.scale,
-                buffer[rest],
-                None if lse is None else lse[rest].T,
-            )
-            rows.write(
-                metadata.prefill_runs(self.context_workspace_tokens),
-                CachedContext(
-                    kv_cache,
-                    self.kv_format,
-                    self.k_scale if per_tensor else None,
-                    self._sharing_group,
-                ),
-            )
+            lse = torch.empty((q.shape[0], self.num_heads), dtype=torch.float32, device=q.device)
+        step = LayerStep(
+            q, kv_c_normed, k_pe.flatten(1), kv_cache, buffer, lse, indices, topk_length
+        )
+        run_step(self._settings, step, metadata)
         return output if lse is None else (output, lse)
 
-    def _decode(
-        self,
-        q: Tensor,
-        kv_cache: Tensor,
-        metadata: MLAMetadata,
-        out: Output,
-        indices: Tensor | None,
-        topk_length: Tensor | None,
-    ) -> Tensor:
-        """Write the rows that attend in absorbed form; return their lse [n, N]."""
-        sm_scale: Scale = self.scale
-        v_scale: Scale = 1.0
-        q_scale: Scale | None = None
-        if self.kv_format == KvFormat.FP8:
-            v_scale = self.k_scale
-            sm_scale = self.k_scale * self.scale
-            if isinstance(self.q_scale, Tensor) or self.q_scale != 1.0:
-                q_scale = self.q_scale
-                sm_scale = sm_scale * q_scale
-        attention = AbsorbedAttention(
-            kv_cache,
-            self.kv_format,
+    @property
+    def _settings(self) -> LayerSettings:
+        return LayerSettings(
+            self.scale,
             self.kv_b_proj,
-            sm_scale,
-            v_scale,
-            q_scale,
-            self._sharing_group,
+            self.kv_format,
+            self.q_scale,
+            self.k_scale,
+            self.context_workspace_tokens,
+            self._group_name,
         )
-        if indices is None:
-            return attention.write_dense(q, metadata, out)
-        rows = slice(0, q.shape[0])
-        lengths = None if topk_length is None else topk_length[rows]
-        return attention.write_sparse(q, indices[rows], lengths, out)
 
     def _check_inputs(
         self, q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, metadata: MLAMetadata
@@ -275,7 +225,7 @@ class MLAAttention(nn.Module):
         """Check what is read, before anything is written."""
         check_type(FORWARD, "metadata", metadata, MLAMetadata, "an MLAMetadata")
         sizes: dict[str, Any] = {}
-        device = metadata.device
+        device = q.device if isinstance(q, Tensor) else None
         for name, tensor, dims in (
             ("q", q, f"T {self.num_heads} {D_QK}"),
             ("kv_c_normed", kv_c_normed, "T 512"),
@@ -291,85 +241,42 @@ class MLAAttention(nn.Module):
                 device=device,
                 last_dim_contiguous=True,
             )
-        shard = metadata.shard
-        if (shard.rank, shard.world_size) != (self.dcp_rank, self.dcp_world_size):
-            requirement = (
-                f"have dcp_rank={self.dcp_rank} and dcp_world_size={self.dcp_world_size} like the "
-                "dcp_group of the layer"
-            )
-            actual = f"dcp_rank={shard.rank} and dcp_world_size={shard.world_size}"
-            fail(FORWARD, "metadata", requirement, actual)
-        if q.shape[0] < metadata.num_tokens:
-            requirement = f"have the {metadata.num_tokens} tokens of metadata, or more"
-            fail(FORWARD, "q", requirement, q.shape[0])
         if self.kv_b_proj.device != device:
-            fail(FORWARD, "kv_b_proj", f"be on {device} like metadata", self.kv_b_proj.device)
-        _, page_size, d_qk = self.kv_format.check_cache(FORWARD, "kv_cache", kv_cache)
+            fail(FORWARD, "kv_b_proj", f"be on {device} like q", self.kv_b_proj.device)
+        d_qk = self.kv_format.check_cache(FORWARD, "kv_cache", kv_cache)[2]
         if kv_cache.device != device:
             fail(FORWARD, "kv_cache", f"be on {device} like the other arguments", kv_cache.device)
         if d_qk != 576:
             fail(FORWARD, "kv_cache", "hold rows of 576 values", d_qk)
-        if page_size != metadata.page_size:
-            requirement = f"have the {metadata.page_size} tokens per page of metadata"
-            fail(FORWARD, "kv_cache", requirement, page_size)
 
-    @property
-    def _sharing_group(self) -> dist.ProcessGroup | None:
-        """The group, if there is another rank in it."""
-        return self.dcp_group if self.dcp_world_size > 1 else None
 
-    def _check_ranks(self, metadata: MLAMetadata, num_absorbed: int) -> None:
-        """Check on request that all ranks make the same step: others would wait for ever."""
-        group = self._sharing_group
-        if group is None or not validation_requested(FORWARD, metadata.device):
-            return
-        lengths = (metadata.query_lens, metadata.context_lens, metadata.num_decodes)
-        step = (*lengths, metadata.shard.interleave, num_absorbed, self.context_workspace_tokens)
-        check_same_on_all_ranks(FORWARD, "metadata", step, group, metadata.device)
-
-    def _absorbed_tokens(
-        self,
-        q: Tensor,
-        metadata: MLAMetadata,
-        indices: Tensor | None,
-        topk_length: Tensor | None,
-    ) -> int:
-        """Return how many rows attend in absorbed form: those that decode, or all with indices."""
-        if indices is None:
-            if topk_length is not None:
-                fail(FORWARD, "topk_length", "be None without indices", "a tensor")
-            return metadata.num_decode_tokens
-        sizes: dict[str, Any] = {}
+def _check_indices(q: Tensor, indices: Tensor | None, topk_length: Tensor | None) -> None:
+    """Check the lists of slots, their number of rows apart."""
+    if indices is None:
+        if topk_length is not None:
+            fail(FORWARD, "topk_length", "be None without indices", "a tensor")
+        return
+    sizes: dict[str, Any] = {}
+    check_tensor(
+        FORWARD,
+        "indices",
+        indices,
+        "rows topk",
+        sizes,
+        dtype=torch.int32,
+        device=q.device,
+        last_dim_contiguous=True,
+    )
+    if topk_length is not None:
         check_tensor(
             FORWARD,
-            "indices",
-            indices,
-            "rows topk",
+            "topk_length",
+            topk_length,
+            "rows",
             sizes,
             dtype=torch.int32,
             device=q.device,
-            last_dim_contiguous=True,
         )
-        if topk_length is not None:
-            check_tensor(
-                FORWARD,
-                "topk_length",
-                topk_length,
-                "rows",
-                sizes,
-                dtype=torch.int32,
-                device=q.device,
-            )
-        rows = indices.shape[0]
-        if rows == metadata.num_decode_tokens:
-            return rows
-        if rows in (metadata.num_tokens, q.shape[0]):
-            return metadata.num_tokens
-        requirement = (
-            f"have {metadata.num_decode_tokens} rows (those that decode) or "
-            f"{metadata.num_tokens} (all)"
-        )
-        fail(FORWARD, "indices", requirement, rows)
 
 
 def _check_supported(dims: tuple[int, ...], kv_format: KvFormat) -> None:

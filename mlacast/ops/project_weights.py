@@ -20,6 +20,9 @@ WEIGHT_ORDERS = ("head", "buffer")
 # Copies of 16 bytes, places as int32.
 _ALIGNMENT = 16
 _FARTHEST = 2**31
+# Tokens, columns and features of a group from which on a vendor's product is the faster one, though
+# it is a launch for each group; smaller ones have not been compared, but for few tokens.
+_LARGE = (4096, 1024, 4096)
 
 
 def check_project_arguments(
@@ -170,6 +173,10 @@ def project_features(
         needed.add("tokens:not_of_4")
     if out.features % (4 * BLOCK):
         needed.add("features:not_of_512")
-    if weight.shape[-2] % 8:
-        needed.add("columns:not_of_8")
+    for step in (8, 16):
+        if weight.shape[-2] % step:
+            needed.add(f"columns:not_of_{step}")
+    sizes = (out.num_tokens, weight.shape[-2], out.features)
+    if any(size < large for size, large in zip(sizes, _LARGE, strict=True)):
+        needed.add("product:small")
     return frozenset(needed)

@@ -11,8 +11,7 @@ from mlacast.descriptors.out_format import OutFormat
 from mlacast.descriptors.rope import Rope
 from mlacast.dispatch.arch import arch_of
 from mlacast.dispatch.select import load, requested_backend, select
-from mlacast.errors import check_tensor, check_type, fail
-from mlacast.ops import value_checks
+from mlacast.errors import fail
 from mlacast.ops.known_calls import PUBLIC, call_operator
 from mlacast.ops.layout import layout_features, pool_features
 from mlacast.ops.output import (
@@ -24,20 +23,10 @@ from mlacast.ops.output import (
     prepare_output,
 )
 from mlacast.ops.overlap import check_no_overlap
-from mlacast.ops.query import (
-    DECODE_QUERY_DTYPES,
-    check_backend,
-    check_decode_scale,
-    check_fp8_query,
-    check_lengths,
-    check_prologue,
-    check_query,
-    check_sink,
-    decode_features,
-    number_or_tensor,
-    query_features,
-)
-from mlacast.ops.schedule import SparseDecodeSchedule, check_num_splits, workspace_size
+from mlacast.ops.query import decode_features, number_or_tensor, query_features
+from mlacast.ops.schedule import SparseDecodeSchedule
+from mlacast.ops.sparse_decode_checks import check_sparse_decode, check_sparse_decode_values
+from mlacast.ops.value_checks import validation_requested
 
 OP = "sparse_mla_decode"
 
@@ -158,7 +147,7 @@ def sparse_mla_decode(
         return repeated
     known = PUBLIC.find(OP, values)
     if known is None:
-        _check(
+        check_sparse_decode(
             q,
             k_cache,
             indices,
@@ -280,135 +269,6 @@ def operator_arguments(
     )
 
 
-def _check(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    indices: torch.Tensor,
-    kv_format: KvFormat,
-    sm_scale: float | torch.Tensor,
-    topk_length: torch.Tensor | None,
-    extra_k_cache: torch.Tensor | None,
-    extra_indices: torch.Tensor | None,
-    extra_topk_length: torch.Tensor | None,
-    extra_kv_format: KvFormat | None,
-    attn_sink: torch.Tensor | None,
-    q_norm_eps: float | None,
-    rope: Rope | None,
-    q_order: str,
-    schedule: SparseDecodeSchedule | None,
-    num_splits: int | None,
-    batch_invariant: bool,
-    workspace: torch.Tensor | None,
-    v_scale: float | torch.Tensor,
-    backend: str | None,
-) -> None:
-    """Check the arguments of ``sparse_mla_decode``, those about its output apart."""
-    sizes: dict[str, Any] = {}
-    check_query(OP, q, "s_q h_q d_qk", sizes, DECODE_QUERY_DTYPES)
-    device = q.device
-    _check_pool(OP, "", k_cache, indices, topk_length, kv_format, sizes, device)
-    extra = {
-        "extra_k_cache": extra_k_cache,
-        "extra_indices": extra_indices,
-        "extra_kv_format": extra_kv_format,
-    }
-    if any(value is not None for value in extra.values()):
-        for name, value in extra.items():
-            if value is None:
-                fail(
-                    OP,
-                    name,
-                    "be given with " + " and ".join(key for key in extra if key != name),
-                    "None",
-                )
-        _check_pool(
-            OP,
-            "extra_",
-            extra_k_cache,
-            extra_indices,
-            extra_topk_length,
-            extra_kv_format,
-            sizes,
-            device,
-        )
-    elif extra_topk_length is not None:
-        fail(OP, "extra_topk_length", "be None without extra_k_cache", "a value")
-    check_fp8_query(OP, q, kv_format=kv_format, extra_kv_format=extra_kv_format)
-    check_decode_scale(OP, "sm_scale", sm_scale, device)
-    check_decode_scale(OP, "v_scale", v_scale, device)
-    check_sink(OP, attn_sink, sizes, device)
-    check_prologue(OP, q, sizes, q_norm_eps, rope, q_order)
-    check_backend(OP, backend)
-    check_type(OP, "batch_invariant", batch_invariant, bool, "a bool")
-    if num_splits is not None:
-        check_num_splits(OP, num_splits)
-    if schedule is not None:
-        check_type(OP, "schedule", schedule, SparseDecodeSchedule, "a SparseDecodeSchedule or None")
-        schedule.check_matches(
-            OP,
-            s_q=sizes["s_q"],
-            h_q=sizes["h_q"],
-            topk=sizes["topk"],
-            kv_format=kv_format,
-            extra_topk=sizes.get("extra_topk", 0),
-            extra_kv_format=extra_kv_format,
-        )
-        if num_splits is not None and num_splits != schedule.num_splits:
-            fail(OP, "num_splits", f"be None or the schedule's {schedule.num_splits}", num_splits)
-    if workspace is not None:
-        check_tensor(
-            OP, "workspace", workspace, "n", {}, dtype=torch.uint8, device=device, contiguous=True
-        )
-        needed = 0 if schedule is None else workspace_size(schedule)
-        if workspace.shape[0] < needed:
-            fail(
-                OP,
-                "workspace",
-                f"hold {needed} bytes (workspace_size(schedule))",
-                workspace.shape[0],
-            )
-
-
-def _check_pool(
-    op: str,
-    prefix: str,
-    cache: torch.Tensor | None,
-    indices: torch.Tensor | None,
-    topk_length: torch.Tensor | None,
-    kv_format: KvFormat | None,
-    sizes: dict[str, Any],
-    device: torch.device,
-) -> None:
-    """Check one pool: format, cache, indices, lengths, and that its rows fit the query."""
-    check_type(
-        op, f"{prefix}kv_format", kv_format, KvFormat, "a mlacast.KvFormat such as KvFormat.V4"
-    )
-    if not isinstance(cache, torch.Tensor):
-        raise TypeError(f"{op}: {prefix}k_cache must be a torch.Tensor, got {type(cache).__name__}")
-    if cache.device != device:
-        fail(op, f"{prefix}k_cache", f"be on {device} like the other arguments", cache.device)
-    assert kv_format is not None, "check_type has refused None"
-    _, _, d_qk = kv_format.check_cache(op, f"{prefix}k_cache", cache)
-    if d_qk != sizes["d_qk"]:
-        fail(
-            op,
-            f"{prefix}k_cache",
-            f"hold rows of d_qk={sizes['d_qk']} like q",
-            f"{d_qk} ({kv_format!r})",
-        )
-    check_tensor(
-        op,
-        f"{prefix}indices",
-        indices,
-        f"s_q {prefix}topk",
-        sizes,
-        dtype=torch.int32,
-        device=device,
-        last_dim_contiguous=True,
-    )
-    check_lengths(op, f"{prefix}topk_length", topk_length, sizes, device)
-
-
 def required_features(
     q: torch.Tensor,
     kv_format: str,
@@ -508,20 +368,13 @@ def run(
             ("rope.positions", positions),
         ],
     )
-    if value_checks.validation_requested(OP, q.device):
-        live = value_checks.live_rows(indices, topk_length)
-        value_checks.check_lengths(OP, "topk_length", topk_length, indices.shape[-1])
-        value_checks.check_indices(
-            OP, "indices", indices, topk_length, k_cache.shape[0] * k_cache.shape[1]
+    if validation_requested(OP, q.device):
+        check_sparse_decode_values(
+            (k_cache, indices, topk_length),
+            (extra_k_cache, extra_indices, extra_topk_length),
+            positions,
+            cos_sin_cache,
         )
-        if extra_indices is not None and extra_k_cache is not None:
-            slots = extra_k_cache.shape[0] * extra_k_cache.shape[1]
-            value_checks.check_lengths(
-                OP, "extra_topk_length", extra_topk_length, extra_indices.shape[-1]
-            )
-            value_checks.check_indices(OP, "extra_indices", extra_indices, extra_topk_length, slots)
-            live = live | value_checks.live_rows(extra_indices, extra_topk_length)
-        value_checks.check_positions(OP, positions, cos_sin_cache, live)
     rope = None
     if cos_sin_cache is not None and positions is not None:
         rope = Rope(cos_sin_cache, positions, pairing, rotate_query)

@@ -93,6 +93,15 @@ def test_the_same_step_gives_the_same_bits(ranks: list[Found]) -> None:
             assert same_bits(once, again)
 
 
+def test_a_compiled_step_has_the_same_bits(ranks: list[Found]) -> None:
+    if len(ranks) != 2:
+        pytest.skip("compiled in a world of two alone, to save time")
+    for found in ranks:
+        direct = found["rows"][CONTEXT_ON_RANKS.id]
+        for compiled, wanted in zip(found["compiled"], direct, strict=True):
+            assert same_bits(compiled, wanted)
+
+
 def test_fp8_queries(ranks: list[Found]) -> None:
     """Their codes are those of one rank, so that only the merge rounds anew."""
     inputs = FP8_QUERIES.whole(len(ranks))

@@ -100,6 +100,8 @@ def everything() -> dict[str, Any]:
         "heads": _gathered(rank, group),
         "refused": _refused(share(MIXED_ON_RANKS), rank, world),
     }
+    if world == 2:
+        found["compiled"] = _compiled(share(CONTEXT_ON_RANKS))
     # Every process takes part in making every group.
     pairs = [dist.new_group([at, at + world // 2]) for at in range(world // 2)]
     mine = pairs[rank % (world // 2)]
@@ -166,6 +168,12 @@ def _profiled(share: Share) -> Tensor:
     output = torch.full((tokens, features), float("nan"), dtype=torch.bfloat16)
     forward_impl(share.layer, *share.tensors, None, output)
     return output
+
+
+def _compiled(share: Share) -> tuple[Tensor, Tensor]:
+    """Make the step through the operator, which finds the group by its name."""
+    layer: Any = torch.compile(share.layer, fullgraph=True, backend="aot_eager")
+    return Share(layer, share.metadata, share.tensors).rows()
 
 
 def _operators(share: Share, fmt: FormatCase | None) -> list[str]:

@@ -160,3 +160,26 @@ def test_a_captured_step_of_decodes_is_replayed_for_other_requests(fmt: mlacast.
     assert same_bits(buffer, fresh)
     if isinstance(fmt, mlacast.Bf16):
         assert_rows(buffer.data.cpu(), expected(second)[0].view(5, 1, FEATURES))
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.key)
+def test_a_compiled_step_of_decodes_is_captured_and_replayed(fmt: mlacast.OutFormat) -> None:
+    first, second = (
+        draw(Step("decodes", (1, 1, 1), lengths, padding=2), HEADS)
+        for lengths in ((5, 2, 11), (11, 9, 7))
+    )
+    layer, arguments = on_device(second)
+    _, (*_, metadata) = on_device(first)
+
+    def forward(*given: Any) -> None:
+        layer(*given)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(forward, fullgraph=True, backend="inductor")
+    fresh, buffer = (mlacast.QuantizedTensor.empty(5, 1, FEATURES, fmt, CUDA) for _ in range(2))
+    graph = replayed(functools.partial(compiled, *arguments[:4], metadata, buffer))
+    metadata.decode_table.copy_(arguments[4].decode_table)
+    metadata.decode_seq_lens.copy_(arguments[4].decode_seq_lens)
+    graph.replay()
+    layer(*arguments, fresh)
+    assert same_bits(buffer, fresh)

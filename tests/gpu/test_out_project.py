@@ -177,6 +177,31 @@ def test_scaled_mm_of_torch_agrees(tokens: int) -> None:
     assert_right(found, out, weights, 2.0**-12)
 
 
+@needs_hopper
+@pytest.mark.skipif(importlib.util.find_spec("deep_gemm") is not None, reason="DeepGEMM is first")
+def test_large_products_are_those_of_torch_and_are_captured() -> None:
+    """The public function, by the launches of cuBLASLt, one for each group, and a copy."""
+    x = torch.randn(4096, 2 * 4096, device=CUDA)
+    out = mlacast.quantize_output(x, F128.build(), num_groups=2)
+    weights = projections.draw_weights("blocks_128", (2, 1024, 4096), CUDA)
+
+    def project() -> torch.Tensor:
+        return mlacast.grouped_out_project(out, weights.weight, weight_sf=weights.weight_sf)
+
+    names = kernels_of(project)
+    assert len(names) >= 3, names
+    assert not any("project_kernel" in name for name in names), names
+    once = project()
+    assert_right(once, out, weights, 2.0**-11)
+    assert torch.equal(project(), once)
+    results: list[torch.Tensor] = []
+    graph = replayed(lambda: results.append(project()))
+    results[-1].fill_(7.0)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(results[-1], once)
+
+
 def test_one_launch_that_graphs_capture() -> None:
     weights = projections.draw_weights("words_32", (2, 64, 1024), CUDA)
     out = fill(MXFP8_HEAD, 40, 2, 1024)

@@ -20,10 +20,6 @@ pytestmark = needs_gated_triton
 PLAIN = {
     "SEQUENCES": 32,
     "CAUSAL": True,
-    "DYNAMIC": True,
-    "CONSUMERS": 2,
-    "QUERY_PARTS": 3,
-    "TAKE_TURNS": True,
     "KIND": 0,
     "GROUP": 512,
     "CHUNK32": False,
@@ -44,11 +40,10 @@ def _descriptor(rows: int, columns: int) -> str:
 
 def _type_of(name: str, constants: dict[str, Any]) -> str:
     kind = constants["KIND"]
-    value_rows = 128 if constants["CONSUMERS"] == 2 else 64
     special = {
         "q_desc": _descriptor(64, 64),
         "k_desc": _descriptor(128, 64),
-        "v_desc": _descriptor(value_rows, 128),
+        "v_desc": _descriptor(128, 128),
         "v_ptr": "*bf16",
         "data_ptr": "*u8" if kind else "*bf16",
         "sf_ptr": SF_TYPES.get(kind, "*fp32"),
@@ -66,7 +61,7 @@ def _build(constants: dict[str, Any]) -> Build:
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from mlacast.kernels.gluon.sm90.dense_mla_prefill import Variant, dense_mla_prefill_kernel
+    from mlacast.kernels.gluon.sm90.dense_mla_prefill import OPTIONS, dense_mla_prefill_kernel
     from tests.kernels.sm90_build import _tool
 
     names = dense_mla_prefill_kernel.arg_names
@@ -76,8 +71,7 @@ def _build(constants: dict[str, Any]) -> Build:
     values = {(names.index(name),): value for name, value in constants.items()}
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ALIGNED}
     source = GluonASTSource(dense_mla_prefill_kernel, types, values, aligned)
-    options = Variant(consumers=constants["CONSUMERS"]).options
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=OPTIONS)
     with tempfile.TemporaryDirectory() as folder:
         ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         ptx.write_text(compiled.asm["ptx"])

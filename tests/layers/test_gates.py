@@ -18,6 +18,7 @@ from torch import Tensor
 import mlacast
 from mlacast.compat import vllm
 from tests.layers.float32_rows import float32_rows
+from tests.layers.operations import operations_of
 from tests.layers.steps import Step, draw, expected, picking_weight, slots_of
 from tests.quantizers import (
     Quantized,
@@ -150,14 +151,6 @@ def engine(scheme: str, tokens: int, words: dict[str, bool]) -> Engine:
     fmt = mlacast.Fp8Group(group, kind, "mn_major" if words.get("quant_col_major") else "row_major")
     buffer = mlacast.QuantizedTensor(output[:, None], scales[:, None], fmt)
     return Engine(output, arguments, buffer, holds_groups)
-
-
-def operations_of(call: Callable[[], object]) -> list[str]:
-    """Names of the operations of mlacast that a call makes."""
-    with torch.autograd.profiler.profile() as profile:
-        call()
-    names = [event.name for event in profile.function_events or []]
-    return [name for name in names if name.startswith("mlacast::")]
 
 
 @pytest.mark.parametrize("gate", GATES, ids=lambda gate: gate.id)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import mlacast
 from mlacast.layers import MLAMetadata
+from tests.layers.operations import operations_of
 from tests.layers.steps import (
     HEADS,
     PAGE,
@@ -23,7 +24,6 @@ from tests.layers.steps import (
     picking_weight,
     slots_of,
 )
-from tests.ops.torch_calls import operators_of
 from tests.oracles import same_bits
 
 STEPS = (
@@ -268,8 +268,7 @@ def test_quantising_takes_no_more_operations_than_bfloat16(step: str) -> None:
     operators = []
     for fmt in (mlacast.Bf16(), mlacast.Fp8Group(128), mlacast.Nvfp4(torch.ones(1))):
         buffer = mlacast.QuantizedTensor.empty(inputs.q.shape[0], 1, HEADS * 128, fmt)
-        calls = operators_of(functools.partial(inputs.layer, *inputs.tensors, buffer))
-        operators.append([str(call.operator) for call in calls])
+        operators.append(operations_of(functools.partial(inputs.layer, *inputs.tensors, buffer)))
     assert operators[0] == operators[1] == operators[2]
     assert len(operators[0]) > 0
     assert not any("quantize_output" in name for name in operators[0])
@@ -280,8 +279,8 @@ def test_padding_behind_a_prompt_takes_no_launch_of_its_own() -> None:
     for padding in (0, 3):
         inputs = draw(Step("prompt", (1, 4), (3, 0), padding=padding))
         output = torch.empty(5 + padding, HEADS * 128, dtype=torch.bfloat16)
-        counts.append(len(operators_of(functools.partial(inputs.layer, *inputs.tensors, output))))
-    assert counts[0] == counts[1]
+        counts.append(len(operations_of(functools.partial(inputs.layer, *inputs.tensors, output))))
+    assert counts[0] == counts[1] > 0
 
 
 @pytest.mark.usefixtures("validate")

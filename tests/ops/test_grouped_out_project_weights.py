@@ -118,13 +118,21 @@ def test_linear_is_the_sum_of_grouped_products(backend: str) -> None:
     assert torch.allclose(found, parts.sum(1), rtol=1e-4, atol=1e-4)
 
 
-def chosen(out: mlacast.QuantizedTensor, weights: projections.Weights, arch: str = "sm90") -> str:
-    """Module that dispatch picks."""
+def chosen(
+    out: mlacast.QuantizedTensor,
+    weights: projections.Weights,
+    arch: str = "sm90",
+    without: tuple[str, ...] = (),
+    cuda: tuple[int, int] = (13, 0),
+) -> str:
+    """Module that dispatch picks where everything is installed but the packages ``without``."""
     op = "grouped_out_project" if weights.weight.dim() == 3 else "quantized_linear"
     required = importlib.import_module(f"mlacast.ops.{op}").required_features
     needed = required(out, weights.weight, weights.weight_sf, "head")
     installed = tuple(
-        Impl(impl.op, impl.backend, impl.target, impl.archs, impl.features) for impl in IMPLS
+        Impl(impl.op, impl.backend, impl.target, impl.archs, impl.features)
+        for impl in IMPLS
+        if not set(without) & set(impl.requires) and (impl.cuda is None or impl.cuda <= cuda)
     )
     return select(op, needed, arch, None, installed).target.split(":")[0]
 
@@ -153,6 +161,49 @@ def test_who_multiplies_on_hopper() -> None:
     assert "kernels.triton" in chosen(f128, distant)
     odd = mlacast.quantize_output(torch.randn(6, 192), mlacast.Mxfp8(), num_groups=2)
     assert "kernels.triton" in chosen(odd, projections.draw_weights("blocks_128", (2, 24, 96)))
+
+
+def empty_product(
+    tokens: int, columns: int, features: int
+) -> tuple[mlacast.QuantizedTensor, projections.Weights]:
+    """Operands that nobody reads."""
+    out = mlacast.QuantizedTensor.empty(tokens, 2, features, F128)
+    weight = torch.empty((2, columns, features), dtype=torch.float8_e4m3fn)
+    scales = torch.empty(2, -(-columns // 128), features // 128)
+    return out, projections.Weights(weight, scales, weight)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "multiplies"),
+    [
+        ((4096, 1024, 4096), "scaled_mm"),
+        ((8192, 1040, 4608), "scaled_mm"),
+        ((4092, 1024, 4096), "gluon"),
+        ((4096, 1008, 4096), "gluon"),
+        ((4096, 1024, 3584), "gluon"),
+        # What cuBLASLt does not take: tokens no multiple of 4, columns of 16, features of 512.
+        ((4098, 1024, 4096), "gluon"),
+        ((4096, 1032, 4096), "gluon"),
+        ((4096, 1024, 4224), "gluon"),
+    ],
+)
+def test_large_products_with_scales_per_128_go_to_torch(
+    sizes: tuple[int, int, int], multiplies: str
+) -> None:
+    out, weights = empty_product(*sizes)
+    assert multiplies in chosen(out, weights, without=("deep_gemm",))
+    assert "deep_gemm" in chosen(out, weights)
+    # cuBLASLt of CUDA 12.9 is the first to have such scales.
+    assert "gluon" in chosen(out, weights, without=("deep_gemm",), cuda=(12, 8))
+    assert "gluon" in chosen(out[: sizes[0] - 4], weights, without=("deep_gemm",))
+
+
+def test_without_triton_small_products_go_to_torch_too() -> None:
+    alone = ("deep_gemm", "triton")
+    assert "scaled_mm" in chosen(*empty_product(8, 32, 512), without=alone)
+    assert "reference" in chosen(*empty_product(8, 24, 512), without=alone)
+    assert "reference" in chosen(*empty_product(6, 32, 512), without=alone)
+    assert "reference" in chosen(*empty_product(8, 32, 512), without=alone, cuda=(12, 8))
 
 
 def test_who_multiplies_a_linear_layer_on_hopper() -> None:

@@ -6,12 +6,13 @@ import pytest
 
 import mlacast
 from mlacast.dispatch.impls import IMPLS, OPS, Impl
-from mlacast.dispatch.select import load, select
+from mlacast.dispatch.select import cuda_of_torch, judge, load, select
 
 FAST = Impl("op", "hopper", "m:f", frozenset({"sm90"}), frozenset({"a"}))
 WIDE = Impl("op", "triton", "m:f", frozenset({"sm80", "sm90"}), frozenset({"a", "b"}))
 ABSENT = Impl("op", "triton", "m:f", None, frozenset({"a"}), ("surely_not_installed",))
 TRUTH = Impl("op", "reference", "m:f")
+NEWER = Impl("op", "hopper", "m:f", None, frozenset({"a"}), cuda=(12, 9))
 TABLE = (FAST, WIDE, TRUTH)
 
 
@@ -40,6 +41,25 @@ def test_a_missing_package_is_skipped_or_named() -> None:
     assert select("op", frozenset({"a", "b"}), "sm90", "triton", (ABSENT, WIDE)) is WIDE
     with pytest.raises(mlacast.UnsupportedError, match=r"triton: missing b"):
         select("op", frozenset({"a", "b"}), "sm90", "triton", (ABSENT, TRUTH))
+
+
+@pytest.mark.parametrize(
+    ("version", "is_enough"),
+    [("12.9", True), ("13.0", True), ("12.10", True), ("13", True), ("12.8", False), (None, False)],
+)
+def test_a_row_may_need_a_newer_cuda(
+    version: str | None, is_enough: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.version.cuda", version)
+    cuda_of_torch.cache_clear()
+    try:
+        chosen = select("op", frozenset({"a"}), "sm90", impls=(NEWER, TRUTH))
+        said = judge(NEWER, frozenset({"a"}), "sm90").reason
+    finally:
+        cuda_of_torch.cache_clear()
+    assert chosen is (NEWER if is_enough else TRUTH)
+    found = "12.8" if version else "0.0"
+    assert said == ("" if is_enough else f"needs torch built for CUDA 12.9, found {found}")
 
 
 def test_only_the_reference_claims_everything_and_covers_every_operation() -> None:

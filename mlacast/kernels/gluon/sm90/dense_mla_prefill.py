@@ -8,8 +8,6 @@ engine and the storing code are laid out for: rows and heads at multiples of 8 e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,37 +23,15 @@ from mlacast.kernels.gluon.sm90.dense_mla_prefill_load import load_role
 from mlacast.kernels.gluon.sm90.dense_mla_prefill_sections import choose_sections
 from mlacast.kernels.gluon.sm90.dense_mla_prefill_tiles import (
     BLOCK_N,
-    K_STAGES,
+    CONSUMERS,
     LOG2_E,
+    STAGES,
+    TILE_M,
     TILE_WORDS,
-    v_pieces,
-    v_stages,
 )
 
-
-@dataclass(frozen=True)
-class Variant:
-    """What the kernel can be built with.
-
-    Attributes:
-        consumers: 2, whose products overlap their own softmax, or 3, which overlap each other.
-        query_parts: Of a row's 3 parts of 64 dimensions, those that stay in registers.
-        take_turns: Whether consumers issue their products one after the other.
-        dynamic: Whether programs take tickets from a counter, or every so-many-th ticket.
-    """
-
-    consumers: int = 2
-    query_parts: int = 3
-    take_turns: bool = True
-    dynamic: bool = True
-
-    @property
-    def options(self) -> dict[str, int]:
-        """Compile options: the registers of all roles use up the register file."""
-        return {"num_warps": 4, "maxnreg": 168 if self.consumers == 2 else 128}
-
-
-DEFAULT = Variant()
+# The registers of all roles use up the register file.
+OPTIONS = {"num_warps": 4, "maxnreg": 168}
 
 
 @gluon.jit(do_not_specialize=("ticket",))
@@ -133,45 +109,39 @@ def dense_mla_prefill_kernel(
     softmax_scale,
     SEQUENCES: gl.constexpr,
     CAUSAL: gl.constexpr,
-    DYNAMIC: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    QUERY_PARTS: gl.constexpr,
-    TAKE_TURNS: gl.constexpr,
     KIND: gl.constexpr,
     GROUP: gl.constexpr,
     CHUNK32: gl.constexpr,
     AMAX_FLOOR: gl.constexpr,
 ):
-    """Tiles of ``64 * CONSUMERS`` rows of one head. Grid: (programs,).
+    """Tiles of 128 rows of one head. Grid: (programs,).
 
     Barriers (producer -> consumer): ``q_ready``, ``k_ready``, ``v_ready`` load -> attend,
     ``q_free``, ``k_free``, ``v_free`` attend -> load, ``turns`` between the attend roles.
     """
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    V_STAGES: gl.constexpr = v_stages(CONSUMERS)
-    V_ROWS: gl.constexpr = BLOCK_N // v_pieces(CONSUMERS)
     q_smem = gl.allocate_shared_memory(gl.bfloat16, [CONSUMERS * 3, 64, 64], TILE)
-    k_smem = gl.allocate_shared_memory(gl.bfloat16, [K_STAGES * 3, BLOCK_N, 64], TILE)
-    v_smem = gl.allocate_shared_memory(gl.bfloat16, [V_STAGES, V_ROWS, 128], TILE)
+    k_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 3, BLOCK_N, 64], TILE)
+    v_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_N, 128], TILE)
     words_smem = gl.allocate_shared_memory(
         gl.int32, [2, TILE_WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
     q_ready = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
     q_free = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
     turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
-    k_ready = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], BARRIER)
-    k_free = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], BARRIER)
-    v_ready = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], BARRIER)
-    v_free = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], BARRIER)
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for i in gl.static_range(CONSUMERS):
         mbarrier.init(q_ready.index(i), count=2)
         mbarrier.init(q_free.index(i), count=1)
         mbarrier.init(turns.index(i), count=1)
-    for i in gl.static_range(K_STAGES):
+    for i in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(i), count=1)
         mbarrier.init(k_free.index(i), count=CONSUMERS)
-    for i in gl.static_range(V_STAGES):
+    for i in gl.static_range(STAGES):
         mbarrier.init(v_ready.index(i), count=1)
         mbarrier.init(v_free.index(i), count=CONSUMERS)
     buffers = (q_smem, k_smem, v_smem, words_smem)
@@ -201,42 +171,15 @@ def dense_mla_prefill_kernel(
     target = ((data_ptr, stride_data_token, stride_data_group), scales, scale_ptr, group_heads)
     rows = (buffers, barriers, turns, target, lse_ptr, num_rows, softmax_scale * LOG2_E)
     load = (buffers, barriers, sources, order, counter_ptr)
-    if CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (
-                    attend_role,
-                    (rows, 0, 2, QUERY_PARTS, TAKE_TURNS, KIND, GROUP, CHUNK32, AMAX_FLOOR),
-                ),
-                (
-                    attend_role,
-                    (rows, 1, 2, QUERY_PARTS, TAKE_TURNS, KIND, GROUP, CHUNK32, AMAX_FLOOR),
-                ),
-                (load_role, (load, SEQUENCES, CONSUMERS, CAUSAL, DYNAMIC)),
-            ],
-            [4, 1],
-            [240, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (
-                    attend_role,
-                    (rows, 0, 3, QUERY_PARTS, TAKE_TURNS, KIND, GROUP, CHUNK32, AMAX_FLOOR),
-                ),
-                (
-                    attend_role,
-                    (rows, 1, 3, QUERY_PARTS, TAKE_TURNS, KIND, GROUP, CHUNK32, AMAX_FLOOR),
-                ),
-                (
-                    attend_role,
-                    (rows, 2, 3, QUERY_PARTS, TAKE_TURNS, KIND, GROUP, CHUNK32, AMAX_FLOOR),
-                ),
-                (load_role, (load, SEQUENCES, CONSUMERS, CAUSAL, DYNAMIC)),
-            ],
-            [4, 4, 1],
-            [160, 160, 32],
-        )
+    gl.warp_specialize(
+        [
+            (attend_role, (rows, 0, KIND, GROUP, CHUNK32, AMAX_FLOOR)),
+            (attend_role, (rows, 1, KIND, GROUP, CHUNK32, AMAX_FLOOR)),
+            (load_role, (load, SEQUENCES, CAUSAL)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
 
 
 def _descriptor(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
@@ -260,7 +203,6 @@ def launch_dense_mla_prefill(
     causal: bool,
     out: QuantizedTensor,
     lse: torch.Tensor,
-    variant: Variant = DEFAULT,
 ) -> Launches:
     """Fill ``out`` and ``lse``; arguments as in ``mlacast.dense_mla_prefill``.
 
@@ -279,23 +221,20 @@ def launch_dense_mla_prefill(
     }
     constants = target.constants
     sections = choose_sections(batch, k.shape[0], heads, kv_heads)
-    tile_rows = 64 * variant.consumers
     # Every sequence, and the rows of none, may have one incomplete tile.
-    tiles = (num_rows // tile_rows + batch + 1) * heads
+    tiles = (num_rows // TILE_M.value + batch + 1) * heads
     programs = min(tiles, num_multiprocessors(q.device))
     counter = launches.scratch(1)
-    if variant.dynamic:
-        # The first tickets are the programs' own numbers.
-        launches.launch(set_counter_kernel, (1,), counter, programs, num_warps=1)
+    # The first tickets are the programs' own numbers.
+    launches.launch(set_counter_kernel, (1,), counter, programs, num_warps=1)
     # Without any key nothing of them is used; a descriptor needs an address all the same.
     keys, values = (k, v) if k.shape[0] else (q, q[:, :, :128])
-    value_rows = 128 if variant.consumers == 2 else 64
     launches.launch(
         dense_mla_prefill_kernel,
         (programs,),
         _descriptor(q, [64, 64]),
         _descriptor(keys, [128, 64]),
-        _descriptor(values, [value_rows, 128]),
+        _descriptor(values, [128, 128]),
         values,
         q.stride(1),
         keys.stride(1),
@@ -322,14 +261,10 @@ def launch_dense_mla_prefill(
         softmax_scale,
         SEQUENCES=32 if sections.sequences <= 32 else 128,
         CAUSAL=causal,
-        DYNAMIC=variant.dynamic,
-        CONSUMERS=variant.consumers,
-        QUERY_PARTS=variant.query_parts,
-        TAKE_TURNS=variant.take_turns,
         KIND=constants["KIND"],
         GROUP=constants["GROUP"],
         CHUNK32=constants["CHUNK32"],
         AMAX_FLOOR=constants["AMAX_FLOOR"],
-        **variant.options,
+        **OPTIONS,
     )
     return launches

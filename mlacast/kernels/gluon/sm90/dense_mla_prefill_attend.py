@@ -10,22 +10,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mlacast.kernels.common.sm90_rescale import rescale
-from mlacast.kernels.common.sm90_rotation import halves, opaque
+from mlacast.kernels.common.sm90_rotation import opaque
 from mlacast.kernels.common.sm90_token_store import store_token_block
 from mlacast.kernels.gluon.sm90.dense_mla_prefill_tiles import (
     BLOCK_M,
     BLOCK_N,
+    CONSUMERS,
     DIAGONAL,
     FIRST_ROW,
     HEAD,
-    K_STAGES,
     LN_2,
     NUM_BLOCKS,
     NUM_KEYS,
     SEQUENCE_START,
+    STAGES,
     read_word,
-    v_pieces,
-    v_stages,
 )
 
 # Weights reach 2**8 before their base moves: as precise in bfloat16, and far from overflow.
@@ -82,13 +81,12 @@ def _mask(s, last):
 
 
 @gluon.jit
-def _start_scores(query, q_smem, k_smem, stage, CONSUMER: gl.constexpr, S: gl.constexpr):
-    """Issue q k^T: the parts of 64 dimensions in ``query`` from registers, the rest from memory."""
+def _start_scores(query, k_smem, stage, S: gl.constexpr):
+    """Issue q k^T with the query from registers."""
     s = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, S)
     for part in gl.static_range(3):
         keys = k_smem.index(stage * 3 + part).permute((1, 0))
-        q = query[part] if part < len(query) else q_smem.index(CONSUMER * 3 + part)
-        s = warpgroup_mma(q, keys, s, use_acc=part > 0, is_async=True)
+        s = warpgroup_mma(query[part], keys, s, use_acc=part > 0, is_async=True)
     return s
 
 
@@ -122,9 +120,6 @@ def _softmax(s, base, partial_sum, scale, PARTIAL: gl.constexpr):
 def attend_role(
     rows,
     CONSUMER: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    QUERY_PARTS: gl.constexpr,
-    TAKE_TURNS: gl.constexpr,
     KIND: gl.constexpr,
     GROUP: gl.constexpr,
     CHUNK32: gl.constexpr,
@@ -133,9 +128,9 @@ def attend_role(
     """Rows ``64 * CONSUMER``.. of every tile.
 
     Consumes ``q_ready``, ``k_ready``, ``v_ready``; produces ``q_free``, and together with the other
-    consumers ``k_free`` and ``v_free``. With OVERLAP the product with the values of a block runs
-    beside the softmax of the next one. With TAKE_TURNS the consumers issue their products one after
-    the other, so that one's softmax runs beside the other's products.
+    consumer ``k_free`` and ``v_free``. The product with the values of a block runs beside the
+    softmax of the next one. The consumers issue their products in turn, so that one's softmax runs
+    beside the other's products.
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, S, 2)
@@ -143,9 +138,6 @@ def attend_role(
     PARTIAL: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
     )
-    V_STAGES: gl.constexpr = v_stages(CONSUMERS)
-    V_PIECES: gl.constexpr = v_pieces(CONSUMERS)
-    OVERLAP: gl.constexpr = CONSUMERS == 2
     buffers, barriers, turns, target, lse_ptr, num_rows, scale_log2 = rows
     q_smem, k_smem, v_smem, words_smem = buffers
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
@@ -160,10 +152,9 @@ def attend_role(
         num_keys = read_word(words, NUM_KEYS)
         diagonal = read_word(words, DIAGONAL) + read_word(words, FIRST_ROW) + CONSUMER * BLOCK_M
         query = ()
-        for part in gl.static_range(QUERY_PARTS):
+        for part in gl.static_range(3):
             query = query + (q_smem.index(CONSUMER * 3 + part).load(OPERAND),)
-        if QUERY_PARTS == 3:
-            mbarrier.arrive(q_free.index(CONSUMER), count=1)
+        mbarrier.arrive(q_free.index(CONSUMER), count=1)
         base = gl.full((BLOCK_M,), -float("inf"), gl.float32, ROW)
         partial_sum = gl.full((BLOCK_M, 4), 0.0, gl.float32, PARTIAL)
         o = gl.zeros((BLOCK_M, 128), gl.float32, S)
@@ -171,100 +162,44 @@ def attend_role(
         last = gl.minimum(opaque(local_row) + diagonal, num_keys - 1) - (num_blocks - 1) * BLOCK_N
         if num_blocks * BLOCK_N > num_keys:
             # The end of the sequence was copied by threads, not by the copy engine.
-            for part in gl.static_range(V_PIECES):
-                piece = count * V_PIECES + part
-                mbarrier.wait(v_ready.index(piece % V_STAGES), (piece // V_STAGES) & 1)
+            mbarrier.wait(v_ready.index(count % STAGES), (count // STAGES) & 1)
             fence_async_shared()
-        if OVERLAP:
-            stage = count % K_STAGES
-            mbarrier.wait(k_ready.index(stage), (count // K_STAGES) & 1)
-            s = _start_scores(query, q_smem, k_smem, stage, CONSUMER, S)
-            s = warpgroup_mma_wait(0, deps=[s])
+        stage = count % STAGES
+        mbarrier.wait(k_ready.index(stage), (count // STAGES) & 1)
+        s = _start_scores(query, k_smem, stage, S)
+        s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(k_free.index(stage), count=1)
+        s = _mask(s, last)
+        p, alpha, base, partial_sum = _softmax(s, base, partial_sum, scale_log2, PARTIAL)
+        weights = gl.convert_layout(p.to(gl.bfloat16), OPERAND)
+        for _ in range(num_blocks - 1):
+            stage = (count + 1) % STAGES
+            v_stage = count % STAGES
+            mbarrier.wait(k_ready.index(stage), ((count + 1) // STAGES) & 1)
+            # Consumer 0 begins.
+            mbarrier.wait(turns.index(CONSUMER), (turn & 1) ^ (CONSUMER == 0))
+            s = _start_scores(query, k_smem, stage, S)
+            mbarrier.wait(v_ready.index(v_stage), (count // STAGES) & 1)
+            o = warpgroup_mma(weights, v_smem.index(v_stage), o, is_async=True)
+            mbarrier.arrive(turns.index((CONSUMER + 1) % CONSUMERS), count=1)
+            turn += 1
+            s = warpgroup_mma_wait(1, deps=[s])
             mbarrier.arrive(k_free.index(stage), count=1)
+            last += BLOCK_N
             s = _mask(s, last)
             p, alpha, base, partial_sum = _softmax(s, base, partial_sum, scale_log2, PARTIAL)
-            weights = gl.convert_layout(p.to(gl.bfloat16), OPERAND)
-            for _ in range(num_blocks - 1):
-                stage = (count + 1) % K_STAGES
-                v_stage = count % V_STAGES
-                mbarrier.wait(k_ready.index(stage), ((count + 1) // K_STAGES) & 1)
-                if TAKE_TURNS:
-                    # Consumer 0 begins.
-                    mbarrier.wait(turns.index(CONSUMER), (turn & 1) ^ (CONSUMER == 0))
-                s = _start_scores(query, q_smem, k_smem, stage, CONSUMER, S)
-                mbarrier.wait(v_ready.index(v_stage), (count // V_STAGES) & 1)
-                o = warpgroup_mma(weights, v_smem.index(v_stage), o, is_async=True)
-                if TAKE_TURNS:
-                    mbarrier.arrive(turns.index((CONSUMER + 1) % CONSUMERS), count=1)
-                    turn += 1
-                s = warpgroup_mma_wait(1, deps=[s])
-                mbarrier.arrive(k_free.index(stage), count=1)
-                last += BLOCK_N
-                s = _mask(s, last)
-                p, alpha, base, partial_sum = _softmax(s, base, partial_sum, scale_log2, PARTIAL)
-                partial_sum = _await(partial_sum)
-                o = warpgroup_mma_wait(0, deps=[o])
-                mbarrier.arrive(v_free.index(v_stage), count=1)
-                o = rescale(o, alpha, 64)
-                weights = gl.convert_layout(p.to(gl.bfloat16), OPERAND)
-                count += 1
-            if QUERY_PARTS < 3:
-                mbarrier.arrive(q_free.index(CONSUMER), count=1)
-            v_stage = count % V_STAGES
-            mbarrier.wait(v_ready.index(v_stage), (count // V_STAGES) & 1)
-            o = warpgroup_mma(weights, v_smem.index(v_stage), o, is_async=True)
+            partial_sum = _await(partial_sum)
             o = warpgroup_mma_wait(0, deps=[o])
             mbarrier.arrive(v_free.index(v_stage), count=1)
+            o = rescale(o, alpha, 64)
+            weights = gl.convert_layout(p.to(gl.bfloat16), OPERAND)
             count += 1
-        else:
-            # Rows of this consumer may end before those of the others.
-            own_last = gl.minimum(diagonal + BLOCK_M - 1, num_keys - 1)
-            own_blocks = gl.maximum((own_last + BLOCK_N) // BLOCK_N, 1)
-            for _ in range(num_blocks - own_blocks):
-                if TAKE_TURNS:
-                    mbarrier.wait(turns.index(CONSUMER), (turn & 1) ^ (CONSUMER == 0))
-                    mbarrier.arrive(turns.index((CONSUMER + 1) % CONSUMERS), count=1)
-                    turn += 1
-                stage = count % K_STAGES
-                mbarrier.wait(k_ready.index(stage), (count // K_STAGES) & 1)
-                mbarrier.arrive(k_free.index(stage), count=1)
-                for part in gl.static_range(V_PIECES):
-                    piece = count * V_PIECES + part
-                    mbarrier.wait(v_ready.index(piece % V_STAGES), (piece // V_STAGES) & 1)
-                    mbarrier.arrive(v_free.index(piece % V_STAGES), count=1)
-                count += 1
-                last += BLOCK_N
-            for _ in range(own_blocks):
-                stage = count % K_STAGES
-                mbarrier.wait(k_ready.index(stage), (count // K_STAGES) & 1)
-                if TAKE_TURNS:
-                    mbarrier.wait(turns.index(CONSUMER), (turn & 1) ^ (CONSUMER == 0))
-                s = _start_scores(query, q_smem, k_smem, stage, CONSUMER, S)
-                if TAKE_TURNS:
-                    mbarrier.arrive(turns.index((CONSUMER + 1) % CONSUMERS), count=1)
-                    turn += 1
-                s = warpgroup_mma_wait(0, deps=[s])
-                mbarrier.arrive(k_free.index(stage), count=1)
-                s = _mask(s, last)
-                p, alpha, base, partial_sum = _softmax(s, base, partial_sum, scale_log2, PARTIAL)
-                o = rescale(o, alpha, 64)
-                left, right = halves(p.to(gl.bfloat16), BLOCK_N)
-                first = 2 * count
-                mbarrier.wait(v_ready.index(first % V_STAGES), (first // V_STAGES) & 1)
-                left = gl.convert_layout(left, OPERAND)
-                o = warpgroup_mma(left, v_smem.index(first % V_STAGES), o, is_async=True)
-                second = first + 1
-                mbarrier.wait(v_ready.index(second % V_STAGES), (second // V_STAGES) & 1)
-                right = gl.convert_layout(right, OPERAND)
-                o = warpgroup_mma(right, v_smem.index(second % V_STAGES), o, is_async=True)
-                o = warpgroup_mma_wait(1, deps=[o])
-                mbarrier.arrive(v_free.index(first % V_STAGES), count=1)
-                o = warpgroup_mma_wait(0, deps=[o])
-                mbarrier.arrive(v_free.index(second % V_STAGES), count=1)
-                count += 1
-                last += BLOCK_N
-            if QUERY_PARTS < 3:
-                mbarrier.arrive(q_free.index(CONSUMER), count=1)
+        v_stage = count % STAGES
+        mbarrier.wait(v_ready.index(v_stage), (count // STAGES) & 1)
+        o = warpgroup_mma(weights, v_smem.index(v_stage), o, is_async=True)
+        o = warpgroup_mma_wait(0, deps=[o])
+        mbarrier.arrive(v_free.index(v_stage), count=1)
+        count += 1
         total = gl.convert_layout(gl.sum(partial_sum, 1), ROW)
         empty = total == 0.0
         divisor = gl.where(empty, 1.0, total)

@@ -7,22 +7,23 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 from mlacast.kernels.gluon.sm90.dense_mla_prefill_tiles import (
     BLOCK_M,
     BLOCK_N,
-    K_STAGES,
+    CONSUMERS,
+    STAGES,
+    TILE_M,
     count_level,
     heads_of_section,
     sequence_of_rank,
     tiles_of_section,
-    v_pieces,
-    v_stages,
     write_words,
 )
 
 _Q_BYTES = gl.constexpr(64 * 192 * 2)
 _K_BYTES = gl.constexpr(128 * 192 * 2)
+_V_BYTES = gl.constexpr(128 * 128 * 2)
 
 
 @gluon.jit
-def _find_tile(place, ticket, order, SEQUENCES: gl.constexpr, TILE_M: gl.constexpr):
+def _find_tile(place, ticket, order, SEQUENCES: gl.constexpr):
     """Move on to the level of ``ticket``.
 
     Returns:
@@ -38,7 +39,7 @@ def _find_tile(place, ticket, order, SEQUENCES: gl.constexpr, TILE_M: gl.constex
         if level < 0:
             section += 1
             tiles = tiles_of_section(
-                cu_seqlens_q_ptr, batch, num_rows, section, parts, part_batch, SEQUENCES, TILE_M
+                cu_seqlens_q_ptr, batch, num_rows, section, parts, part_batch, SEQUENCES
             )
             level = gl.max(tiles, 0) - 1
         _, heads = heads_of_section(section, parts, part_heads, num_heads)
@@ -49,8 +50,8 @@ def _find_tile(place, ticket, order, SEQUENCES: gl.constexpr, TILE_M: gl.constex
 @gluon.jit
 def _load_keys(desc, smem, ready, free, count, row, column):
     """Copy a block of keys [128, 192] in three parts of 64 columns."""
-    stage = count % K_STAGES
-    mbarrier.wait(free.index(stage), ((count // K_STAGES) & 1) ^ 1)
+    stage = count % STAGES
+    mbarrier.wait(free.index(stage), ((count // STAGES) & 1) ^ 1)
     mbarrier.expect(ready.index(stage), _K_BYTES)
     for part in gl.static_range(3):
         tma.async_copy_global_to_shared(
@@ -59,64 +60,45 @@ def _load_keys(desc, smem, ready, free, count, row, column):
 
 
 @gluon.jit
-def _load_values(desc, smem, ready, free, count, row, column, CONSUMERS: gl.constexpr):
-    """Copy a block of values [128, 128] in pieces of its rows."""
-    STAGES: gl.constexpr = v_stages(CONSUMERS)
-    PIECES: gl.constexpr = v_pieces(CONSUMERS)
-    ROWS: gl.constexpr = BLOCK_N // PIECES
-    for part in gl.static_range(PIECES):
-        piece = count * PIECES + part
-        stage = piece % STAGES
-        mbarrier.wait(free.index(stage), ((piece // STAGES) & 1) ^ 1)
-        mbarrier.expect(ready.index(stage), ROWS * 128 * 2)
-        tma.async_copy_global_to_shared(
-            desc, [row + part * ROWS, column], ready.index(stage), smem.index(stage)
-        )
+def _load_values(desc, smem, ready, free, count, row, column):
+    """Copy a block of values [128, 128]."""
+    stage = count % STAGES
+    mbarrier.wait(free.index(stage), ((count // STAGES) & 1) ^ 1)
+    mbarrier.expect(ready.index(stage), _V_BYTES)
+    tma.async_copy_global_to_shared(desc, [row, column], ready.index(stage), smem.index(stage))
 
 
 @gluon.jit
-def _load_last_values(source, smem, ready, free, count, row, num_keys, CONSUMERS: gl.constexpr):
+def _load_last_values(source, smem, ready, free, count, row, num_keys):
     """Copy a block that the sequence ends in; the rest, which may hold NaN, becomes zero.
 
     ``source`` is a head's pointer and the stride of its rows.
     """
     v_ptr, stride = source
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
-    STAGES: gl.constexpr = v_stages(CONSUMERS)
-    PIECES: gl.constexpr = v_pieces(CONSUMERS)
-    ROWS: gl.constexpr = BLOCK_N // PIECES
     column = gl.arange(0, 128, gl.SliceLayout(0, COPY))
-    for part in gl.static_range(PIECES):
-        piece = count * PIECES + part
-        stage = piece % STAGES
-        mbarrier.wait(free.index(stage), ((piece // STAGES) & 1) ^ 1)
-        for start in gl.static_range(0, ROWS, 16):
-            key = part * ROWS + start + gl.arange(0, 16, gl.SliceLayout(1, COPY))
-            pointers = v_ptr + ((row + key).to(gl.int64) * stride)[:, None] + column[None, :]
-            async_copy.async_copy_global_to_shared(
-                smem.index(stage).slice(start, 16, dim=0), pointers, mask=(key < num_keys)[:, None]
-            )
-        # The copies' arrivals are added to what the phase waits for before the one that counts.
-        async_copy.mbarrier_arrive(ready.index(stage))
-        gl.thread_barrier()
-        mbarrier.arrive(ready.index(stage), count=1)
+    stage = count % STAGES
+    mbarrier.wait(free.index(stage), ((count // STAGES) & 1) ^ 1)
+    for start in gl.static_range(0, BLOCK_N, 16):
+        key = start + gl.arange(0, 16, gl.SliceLayout(1, COPY))
+        pointers = v_ptr + ((row + key).to(gl.int64) * stride)[:, None] + column[None, :]
+        async_copy.async_copy_global_to_shared(
+            smem.index(stage).slice(start, 16, dim=0), pointers, mask=(key < num_keys)[:, None]
+        )
+    # The copies' arrivals are added to what the phase waits for before the one that counts.
+    async_copy.mbarrier_arrive(ready.index(stage))
+    gl.thread_barrier()
+    mbarrier.arrive(ready.index(stage), count=1)
 
 
 @gluon.jit
-def load_role(
-    load,
-    SEQUENCES: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    DYNAMIC: gl.constexpr,
-):
+def load_role(load, SEQUENCES: gl.constexpr, CAUSAL: gl.constexpr):
     """Take tickets until there are none, and keep the rings of keys and values full.
 
     Produces ``q_ready`` (a consumer's 64 rows, and the words of the tile), ``k_ready`` and
     ``v_ready``; consumes ``q_free``, ``k_free`` and ``v_free``. Blocks of keys go from the last to
     the first, so that the masked ones come first.
     """
-    TILE_M: gl.constexpr = BLOCK_M * CONSUMERS
     buffers, barriers, sources, order, counter_ptr = load
     q_smem, k_smem, v_smem, words_smem = buffers
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
@@ -125,12 +107,10 @@ def load_role(
     cu_seqlens_q_ptr, batch, num_rows, num_heads, sections, parts, part_batch, part_heads = order
 
     ticket = gl.program_id(0)
-    tiles = tiles_of_section(
-        cu_seqlens_q_ptr, batch, num_rows, 0, parts, part_batch, SEQUENCES, TILE_M
-    )
+    tiles = tiles_of_section(cu_seqlens_q_ptr, batch, num_rows, 0, parts, part_batch, SEQUENCES)
     level = gl.max(tiles, 0) - 1
     place = (0, 0, level, count_level(tiles, level), tiles)
-    section, base, level, present, tiles = _find_tile(place, ticket, order, SEQUENCES, TILE_M)
+    section, base, level, present, tiles = _find_tile(place, ticket, order, SEQUENCES)
     count = 0
     tile = 0
     while section < sections:
@@ -164,9 +144,9 @@ def load_role(
             # Rows and heads are apart by multiples of 8; copies of 16 bytes need to know.
             source = (v_ptr + key_head.to(gl.int64) * (stride_v // 8 * 8), stride_v_key // 8 * 8)
             keys_left = num_keys - last
-            _load_last_values(source, v_smem, v_ready, v_free, count, row, keys_left, CONSUMERS)
+            _load_last_values(source, v_smem, v_ready, v_free, count, row, keys_left)
         else:
-            _load_values(v_desc, v_smem, v_ready, v_free, count, row, v_column, CONSUMERS)
+            _load_values(v_desc, v_smem, v_ready, v_free, count, row, v_column)
         count += 1
 
         for consumer in gl.static_range(CONSUMERS):
@@ -189,22 +169,19 @@ def load_role(
         if num_blocks > 1:
             row -= BLOCK_N
             _load_keys(k_desc, k_smem, k_ready, k_free, count, row, k_column)
-            _load_values(v_desc, v_smem, v_ready, v_free, count, row, v_column, CONSUMERS)
+            _load_values(v_desc, v_smem, v_ready, v_free, count, row, v_column)
             count += 1
 
         # The next tile is found while the consumers are busy with the blocks above.
-        if DYNAMIC:
-            counter = counter_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-            ticket = gl.atomic_add(counter, 1, sem="relaxed")
-        else:
-            ticket += gl.num_programs(0)
+        counter = counter_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+        ticket = gl.atomic_add(counter, 1, sem="relaxed")
         place = (section, base, level, present, tiles)
-        section, base, level, present, tiles = _find_tile(place, ticket, order, SEQUENCES, TILE_M)
+        section, base, level, present, tiles = _find_tile(place, ticket, order, SEQUENCES)
 
         for _ in range(num_blocks - 2):
             row -= BLOCK_N
             _load_keys(k_desc, k_smem, k_ready, k_free, count, row, k_column)
-            _load_values(v_desc, v_smem, v_ready, v_free, count, row, v_column, CONSUMERS)
+            _load_values(v_desc, v_smem, v_ready, v_free, count, row, v_column)
             count += 1
         tile += 1
 

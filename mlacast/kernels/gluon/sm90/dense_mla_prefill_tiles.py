@@ -12,9 +12,13 @@ level after level: nobody writes a list, and empty sequences cost nothing.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+# Consumers of a program, and rows that each takes of a tile.
+CONSUMERS = gl.constexpr(2)
 BLOCK_M = gl.constexpr(64)
+TILE_M = gl.constexpr(128)
 BLOCK_N = gl.constexpr(128)
-K_STAGES = gl.constexpr(2)
+# Blocks of keys in shared memory, and of values.
+STAGES = gl.constexpr(2)
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 
@@ -27,18 +31,6 @@ NUM_KEYS = gl.constexpr(3)
 DIAGONAL = gl.constexpr(4)
 HEAD = gl.constexpr(5)
 TILE_WORDS = gl.constexpr(8)
-
-
-@gluon.constexpr_function
-def v_stages(CONSUMERS):
-    """Pieces of values in shared memory: two consumers leave room for two blocks, three for one."""
-    return 2 if CONSUMERS == 2 else 3
-
-
-@gluon.constexpr_function
-def v_pieces(CONSUMERS):
-    """Pieces of the values of a block."""
-    return 1 if CONSUMERS == 2 else 2
 
 
 @gluon.jit
@@ -74,7 +66,6 @@ def tiles_of_section(
     head_sections,
     section_batch,
     SEQUENCES: gl.constexpr,
-    TILE_M: gl.constexpr,
 ):
     """Tiles of the sequences of a section, int32 [SEQUENCES]; none past the last section.
 
