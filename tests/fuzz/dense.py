@@ -57,7 +57,15 @@ def draw_decode(draw: Draw, under: Under) -> Call:
     slots = slots.repeat_interleave(per_request, 0)
     used = used_rows(slots, valid, pages * page_size)
     cache = draw_cache(
-        draw, layout, values, pages=pages, page_size=page_size, used=used, unit=under.unit(draw)
+        draw,
+        layout,
+        values,
+        pages=pages,
+        page_size=page_size,
+        used=used,
+        unit=under.unit(draw),
+        # The interpreter rounds to bfloat16 otherwise than a device.
+        exact=under.interpreted,
     )
     keys = sparse.keys_of(cache.rows, slots, valid)
     heads = draw.fixed.choice(under.sizes.heads)

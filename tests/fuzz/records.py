@@ -64,8 +64,13 @@ def _bf16_bytes(rows: Tensor) -> Tensor:
     return rows.bfloat16().contiguous().view(torch.uint8)
 
 
-def draw_records(draw: Draw, layout: Layout, values: Values, count: int) -> tuple[Tensor, Tensor]:
-    """Data [count, data] and scale bytes [count, scale] of finite records."""
+def draw_records(
+    draw: Draw, layout: Layout, values: Values, count: int, *, exact: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Data [count, data] and scale bytes [count, scale] of finite records.
+
+    ``exact``: every product of a code and its scale is a bfloat16 number.
+    """
     device = values.device
     none = torch.empty((count, 0), dtype=torch.uint8, device=device)
     size = draw.choice((1.0, 0.1, 8.0))
@@ -77,7 +82,7 @@ def draw_records(draw: Draw, layout: Layout, values: Values, count: int) -> tupl
     tiles = layout.quantised // layout.tile
     if layout.name == "V32":
         scales = torch.exp2(values.normal(count, tiles) * 2 - 6)
-        if draw.chance():
+        if exact or draw.chance():
             scales = torch.exp2(torch.round(torch.log2(scales)))
         data = (finite_codes(values, count, 512), scales.view(torch.uint8), rope)
         return torch.cat(data, 1), none
@@ -176,6 +181,7 @@ def draw_cache(
     used: Tensor | None = None,
     unit: int = 1,
     fill: int = 0xFF,
+    exact: bool = False,
 ) -> Cache:
     """A cache with records in the used slots (None for all), ``fill`` in all other bytes.
 
@@ -199,7 +205,7 @@ def draw_cache(
     flat = torch.full((total,), fill, dtype=torch.uint8, device=device)
     slots = pages * page_size
     where = record_bytes(layout, pages, page_size, stride, start, device)
-    data, scale = draw_records(draw, layout, values, slots)
+    data, scale = draw_records(draw, layout, values, slots, exact=exact)
     rows = decode(layout, data, scale)
     kept = torch.ones(slots, dtype=torch.bool, device=device) if used is None else used
     flat[where[kept]] = torch.cat((data, scale), 1)[kept]

@@ -195,7 +195,15 @@ def _draw_pool(
     indices, lengths, valid = draw_list(draw, under, values, tokens, pages * page_size)
     used = used_rows(indices, valid, pages * page_size)
     cache = draw_cache(
-        draw, layout, values, pages=pages, page_size=page_size, used=used, unit=under.unit(draw)
+        draw,
+        layout,
+        values,
+        pages=pages,
+        page_size=page_size,
+        used=used,
+        unit=under.unit(draw),
+        # The interpreter rounds to bfloat16 otherwise than a device.
+        exact=under.interpreted,
     )
     return cache, indices, lengths, valid
 
