@@ -101,7 +101,10 @@ def attend(
     rotation: Rotation | None = None,
     d_v: int = D_V,
 ) -> Expected:
-    """Attend every token of q [T, h, d_qk] to its own keys [T, K, d_qk] where ``valid`` [T, K]."""
+    """Attend every token of q [T, h, d_qk] to its own keys [T, K, d_qk] where ``valid`` [T, K].
+
+    Keys [K, d_qk] are those of every token, and finite.
+    """
     query, unit = q.double(), precision.unit
     width = query.shape[-1]
     scale = torch.full(query.shape[:2], sm_scale, dtype=torch.float64, device=q.device)
@@ -112,12 +115,16 @@ def attend(
         if precision.rounds_query:
             turned = numbers.round_bf16(turned)
         query = torch.cat((query[..., :-ROPE], turned), -1)
-    keys = torch.where(valid[..., None], keys.double(), 0.0)
-    logits = torch.einsum("thd,tkd->thk", query, keys) * scale[..., None]
+    # Letters of the sums below.
+    own = "k" if keys.dim() == 2 else "tk"
+    keys = keys.double()
+    if keys.dim() == 3:
+        keys = torch.where(valid[..., None], keys, 0.0)
+    logits = torch.einsum(f"thd,{own}d->thk", query, keys) * scale[..., None]
     logits = torch.where(valid[:, None], logits, -torch.inf)
     count = valid.sum(-1)
     empty = (count == 0)[:, None].expand(query.shape[:2])
-    if keys.shape[1] == 0:
+    if valid.shape[1] == 0:
         peak = torch.full(query.shape[:2], -torch.inf, dtype=torch.float64, device=q.device)
     else:
         peak = logits.amax(-1)
@@ -127,7 +134,7 @@ def attend(
     lse = torch.where(empty, -torch.inf, base + torch.log(total))
     weights = weights / torch.where(empty, 1.0, total)[..., None]
     values = keys[..., :d_v]
-    largest_key = keys.norm(dim=-1).amax(-1, keepdim=True) if keys.shape[1] else scale * 0
+    largest_key = keys.norm(dim=-1).amax(-1, keepdim=True) if valid.shape[1] else scale * 0
     sizes = scale.abs() * query.norm(dim=-1) * largest_key
     rounding = 4 * base.abs() + count[:, None] + 24
     # A rotation in float32 is off by a few units before its result is rounded, or not at all.
@@ -138,11 +145,12 @@ def attend(
         gap = attn_sink.double()[None] - torch.where(empty, 0.0, lse)
         share = 1 / (1 + torch.exp(gap))
         relative = relative + torch.expm1(logit_error) + unit * (8 + 2 * gap.abs().clamp_max(200))
-    out = torch.einsum("thk,tkd->thd", weights, values) * (share * v_scale)[..., None]
-    summed = torch.einsum("thk,tkd->thd", weights, values.abs()) * (share * abs(v_scale))[..., None]
+    out = torch.einsum(f"thk,{own}d->thd", weights, values) * (share * v_scale)[..., None]
+    summed = torch.einsum(f"thk,{own}d->thd", weights, values.abs())
+    summed = summed * (share * abs(v_scale))[..., None]
     error = (relative + (count[:, None] + 24) * unit)[..., None] * summed
-    if keys.shape[1]:
-        error = error + TINY * abs(v_scale) * values.abs().amax((1, 2))[:, None, None]
+    if valid.shape[1]:
+        error = error + TINY * abs(v_scale) * values.abs().amax((-2, -1))[..., None, None]
     if rotation is not None and width == d_v:
         cosine, sine = rotation.rows()
         back = rotate(out[..., -ROPE:], cosine, -sine, rotation.pairing)

@@ -280,8 +280,12 @@ def check_rope_quantize(draw: Draw, under: Under) -> None:
     code = draw.fixed.choice((torch.float8_e4m3fn, torch.float8_e5m2))
     pairing = draw.fixed.choice(("interleaved", "half"))
     lead_k = (tokens, kv_heads) if kv_heads else (tokens,)
-    shapes = {"q_rope": (tokens, heads, r), "k_rope": (*lead_k, r),
-              "q_nope": (tokens, heads, d), "k_nope": (*lead_k, d_k)}
+    shapes = {
+        "q_rope": (tokens, heads, r),
+        "k_rope": (*lead_k, r),
+        "q_nope": (tokens, heads, d),
+        "k_nope": (*lead_k, d_k),
+    }
     parts: dict[str, Tensor] = {}
     for name, shape in shapes.items():
         part = (values.normal(*shape) * draw.choice((1.0, 300.0, 1e-3))).to(dtype)
@@ -298,8 +302,9 @@ def check_rope_quantize(draw: Draw, under: Under) -> None:
         positions = positions.int()
     scales = draw.choice((1.0, 1.7, 0.03)), draw.choice((1.0, 0.3, 20.0))
     given: dict[str, Any] = {name: embed(draw, part) for name, part in parts.items()}
-    given |= {name: None for name in ("q_nope", "k_nope")
-              if parts[name].shape[-1] == 0 and draw.chance()}
+    given |= {
+        name: None for name in ("q_nope", "k_nope") if parts[name].shape[-1] == 0 and draw.chance()
+    }
     outs: dict[str, Any] = {}
     for name, part in parts.items():
         if draw.fixed.chance():
@@ -350,12 +355,13 @@ def check_metadata(draw: Draw, under: Under) -> None:
     overhead = draw.choice((5, 0, 1, 9))
     tensor = torch.tensor(lengths, dtype=torch.int32, device=under.device)
     rows, splits = decode_metadata(
-        embed_ints(draw, tensor), num_parts=parts, topk=topk, overhead=overhead,
+        embed_ints(draw, tensor),
+        num_parts=parts,
+        topk=topk,
+        overhead=overhead,
         backend=under.backend,
     )
     wanted_rows, wanted_splits = schedules.walk(lengths, parts, topk, overhead)
     assert [tuple(row) for row in rows[:, :5].tolist()] == wanted_rows
     assert splits.tolist() == wanted_splits
     assert not bool(rows[:, 5:].any())
-
-

@@ -113,9 +113,7 @@ def draw_prefill(draw: Draw, under: Under) -> Call:
     batch = draw.integer(0, under.sizes.tokens)
     longest = under.sizes.width
     q_lens = [draw.choice((1, 0, 2, draw.integer(0, longest))) for _ in range(batch)]
-    k_lens = [
-        draw.choice((length, draw.integer(0, longest), length + 1, 0)) for length in q_lens
-    ]
+    k_lens = [draw.choice((length, draw.integer(0, longest), length + 1, 0)) for length in q_lens]
     q_tail, k_tail = draw.choice((0, 0, 3)), draw.choice((0, 0, 5))
     tokens, keys = sum(q_lens) + q_tail, sum(k_lens) + k_tail
     kv_heads = draw.fixed.choice((1, 2))
@@ -164,7 +162,7 @@ def draw_prefill(draw: Draw, under: Under) -> Call:
         parts.append(
             attend(
                 wide_q[:, None],
-                wide_k[None].expand(tokens, *wide_k.shape),
+                wide_k,
                 visible,
                 under.precision,
                 sm_scale=192**-0.5 if scale is None else scale,

@@ -6,13 +6,12 @@ shrinks what fails) and by a seeded run on a GPU (where drawing has to be cheap)
 
 from __future__ import annotations
 
-import functools
 import random
+import sys
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any, TypeVar
-
-from hypothesis import strategies as st
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -46,37 +45,53 @@ class Draw(ABC):
         return self.integer(0, 2**31 - 1)
 
 
-@functools.cache
-def _integers(low: int, high: int) -> st.SearchStrategy[int]:
-    return st.integers(low, high)
+class FixedDraw(Draw):
+    """Choices of a configuration, each by where in the sources it is made.
 
+    So a choice stays what it is for all calls of a configuration, also where another one, that
+    depends on a call's free choices, comes or does not come before it.
+    """
 
-class HypothesisDraw(Draw):
-    """Draws through ``st.data()``."""
+    # The choice itself, who asks for it, and two callers of that: a helper is used for many things.
+    FRAMES = 4
 
-    def __init__(self, data: Any) -> None:
-        self._data = data
+    def __init__(self, seed: str) -> None:
+        self._seed = seed
+        self._seen: Counter[tuple[object, ...]] = Counter()
 
     @property
     def fixed(self) -> Draw:
-        """Nothing is compiled: every choice is free."""
+        """Itself."""
         return self
+
+    def _random(self) -> random.Random:
+        place: list[object] = []
+        frame = sys._getframe(2)
+        while frame is not None and len(place) < 2 * self.FRAMES:
+            if frame.f_code.co_filename != __file__:
+                place += [frame.f_code.co_name, frame.f_lineno]
+            if frame.f_back is None:
+                break
+            frame = frame.f_back
+        key = tuple(place)
+        self._seen[key] += 1
+        return random.Random(f"{self._seed}:{key}:{self._seen[key]}")
 
     def integer(self, low: int, high: int) -> int:
         """A number, both bounds included."""
-        return int(self._data.draw(_integers(low, high)))
+        return self._random().randint(low, high)
 
     def choice(self, options: Sequence[T]) -> T:
-        """One of the options, drawn as its place."""
-        return options[self.integer(0, len(options) - 1)]
+        """One of the options."""
+        return options[self._random().randrange(len(options))]
 
 
 class SeededDraw(Draw):
-    """Draws from two generators, one of them for what kernels are compiled for."""
+    """Draws by seed; ``configuration`` is the seed of what kernels are compiled for."""
 
-    def __init__(self, seed: str, fixed_seed: str | None = None) -> None:
+    def __init__(self, seed: str, configuration: str | None = None) -> None:
         self._random = random.Random(seed)
-        self._fixed = self if fixed_seed is None else SeededDraw(fixed_seed)
+        self._fixed: Draw = self if configuration is None else FixedDraw(configuration)
 
     @property
     def fixed(self) -> Draw:

@@ -67,9 +67,7 @@ def draw_merge(draw: Draw, under: Under) -> Call:
     expected = Expected(out, lse, lse, error, bound)
     arguments: dict[str, Any] = {"outs": outs, "lses": lses, "lse_layout": layout}
     shape = (tokens, heads, width)
-    return Call(
-        "merge_attention_states", arguments, shape, expected, heads_first=layout == "ht"
-    )
+    return Call("merge_attention_states", arguments, shape, expected, heads_first=layout == "ht")
 
 
 def draw_v_up(draw: Draw, under: Under) -> Call:

@@ -12,12 +12,15 @@ from torch import Tensor
 FLOAT32_MAX = float(torch.finfo(torch.float32).max)
 
 
+def power_of_two(exponents: Tensor) -> Tensor:
+    """2**exponents in float64 by its bits: pow() need not be exact on every device."""
+    return ((exponents.to(torch.int64) + 1023) << 52).view(torch.float64)
+
+
 def _round(values: Tensor, mantissa_bits: int, least_exponent: int, largest: float) -> Tensor:
     """Nearest number with ``mantissa_bits`` behind the point, saturating at ``largest``."""
     _, exponent = torch.frexp(values)
-    step = torch.ldexp(
-        torch.ones_like(values), (exponent - 1).clamp_min(least_exponent) - mantissa_bits
-    )
+    step = power_of_two((exponent - 1).clamp_min(least_exponent) - mantissa_bits)
     return (torch.round(values / step) * step).clamp(-largest, largest)
 
 
@@ -46,7 +49,7 @@ def e4m3_numbers(codes: Tensor) -> Tensor:
     bits = codes.to(torch.int64)
     exponent, mantissa = (bits >> 3) & 15, (bits & 7).double()
     fraction = torch.where(exponent == 0, mantissa / 8, 1 + mantissa / 8)
-    size = torch.ldexp(fraction, exponent.clamp_min(1) - 7)
+    size = fraction * power_of_two(exponent.clamp_min(1) - 7)
     size = torch.where((bits & 127) == 127, torch.full_like(size, torch.nan), size)
     return torch.where(bits >= 128, -size, size)
 
@@ -56,15 +59,14 @@ def e2m1_numbers(packed: Tensor) -> Tensor:
     bits = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).to(torch.int64)
     exponent, mantissa = (bits >> 1) & 3, (bits & 1).double()
     fraction = torch.where(exponent == 0, mantissa / 2, 1 + mantissa / 2)
-    size = torch.ldexp(fraction, exponent.clamp_min(1) - 1)
+    size = fraction * power_of_two(exponent.clamp_min(1) - 1)
     return torch.where(bits >= 8, -size, size)
 
 
 def ue8m0_numbers(codes: Tensor) -> Tensor:
     """uint8 exponents to float64; 255 is NaN."""
     exponent = codes.to(torch.int64)
-    size = torch.ldexp(torch.ones(codes.shape, dtype=torch.float64, device=codes.device),
-                       exponent - 127)
+    size = power_of_two(exponent - 127)
     return torch.where(exponent == 255, torch.full_like(size, torch.nan), size)
 
 
@@ -72,7 +74,7 @@ def power_of_two_above(ratio: Tensor) -> Tensor:
     """Smallest power of two not below positive float64 ratios, from 2**-126 to 2**127."""
     mantissa, exponent = torch.frexp(ratio)
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-126, 127)
-    return torch.ldexp(torch.ones_like(ratio), exponent)
+    return power_of_two(exponent)
 
 
 def float32(values: Tensor) -> Tensor:

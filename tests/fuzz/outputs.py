@@ -169,8 +169,15 @@ def _plain(
 
 
 def _strided(
-    draw: Draw, fmt: mlacast.OutFormat, before: int, tokens: int, rows: int, groups: int,
-    features: int, device: torch.device, unit: int,
+    draw: Draw,
+    fmt: mlacast.OutFormat,
+    before: int,
+    tokens: int,
+    rows: int,
+    groups: int,
+    features: int,
+    device: torch.device,
+    unit: int,
 ) -> tuple[mlacast.QuantizedTensor, int | None]:
     """A range built by hand: rows further apart than their width, scales likewise."""
     width = fmt.data_features(features)
@@ -428,7 +435,7 @@ def check_surroundings(buffer: mlacast.QuantizedTensor, whole: int | None) -> No
             rows = torch.arange(buffer.row_start, sf.shape[0], device=sf.device)
             places = swizzled_places(rows, sf.shape[1])
             mask = torch.ones_like(places, dtype=torch.bool)
-            mask[: tokens, :columns] = False
+            mask[:tokens, :columns] = False
             assert not bool(flat[places][mask].any()), "padding of scales is not zero"
             flat[places] = POISON
         else:

@@ -155,8 +155,9 @@ class Cache:
         return self.rows.shape[0]
 
 
-def record_bytes(layout: Layout, pages: int, page_size: int, stride: int, start: int,
-                 device: torch.device) -> Tensor:
+def record_bytes(
+    layout: Layout, pages: int, page_size: int, stride: int, start: int, device: torch.device
+) -> Tensor:
     """Places of the bytes of each record, counted from the start of the storage."""
     slots = torch.arange(pages * page_size, device=device)
     page, token = slots // page_size, slots % page_size
@@ -209,8 +210,9 @@ def draw_cache(
     rows = decode(layout, data, scale)
     kept = torch.ones(slots, dtype=torch.bool, device=device) if used is None else used
     flat[where[kept]] = torch.cat((data, scale), 1)[kept]
-    rows = torch.where(kept[:, None], rows, torch.full((), torch.nan, dtype=rows.dtype,
-                                                       device=device))
+    rows = torch.where(
+        kept[:, None], rows, torch.full((), torch.nan, dtype=rows.dtype, device=device)
+    )
     typed = flat
     if layout.name == "BF16":
         typed = flat.view(torch.bfloat16)

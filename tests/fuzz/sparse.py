@@ -88,8 +88,16 @@ def into_chunk16(q: Tensor) -> Tensor:
 class Prologue:
     """Query, norm, rotation and sink, drawn for tokens of which some attend to nothing."""
 
-    def __init__(self, draw: Draw, under: Under, values: Values, width: int, live: Tensor,
-                 *, fp8: bool = False) -> None:
+    def __init__(
+        self,
+        draw: Draw,
+        under: Under,
+        values: Values,
+        width: int,
+        live: Tensor,
+        *,
+        fp8: bool = False,
+    ) -> None:
         tokens, heads = live.shape[0], draw.fixed.choice(under.sizes.heads)
         rope, self.rotation = (None, None) if fp8 else draw_rope(draw, values, tokens, live)
         norm = None
@@ -179,9 +187,7 @@ def draw_prefill(draw: Draw, under: Under) -> Call:
     }
     if lengths is not None:
         arguments["topk_length"] = lengths
-    expected = attend(
-        prologue.q, keys, valid, under.precision, sm_scale=scale, **prologue.options
-    )
+    expected = attend(prologue.q, keys, valid, under.precision, sm_scale=scale, **prologue.options)
     shape = (tokens, prologue.heads, 512)
     return Call("sparse_mla_prefill", arguments, shape, expected, ("max_logits", "lse"))
 
@@ -285,7 +291,12 @@ def on_device(draw: Draw, number: float, values: Values) -> float | Tensor:
 
 
 def _draw_splits(
-    draw: Draw, under: Under, arguments: dict[str, Any], tokens: int, heads: int, topk: int,
+    draw: Draw,
+    under: Under,
+    arguments: dict[str, Any],
+    tokens: int,
+    heads: int,
+    topk: int,
     extra_topk: int,
 ) -> None:
     """Splits by number or by schedule, with or without scratch of exactly the planned size."""
@@ -302,8 +313,14 @@ def _draw_splits(
         return
     extra_format = arguments.get("extra_kv_format")
     schedule = mlacast.plan_sparse_decode(
-        tokens, heads, topk, kv_format=arguments["kv_format"], extra_topk=extra_topk,
-        extra_kv_format=extra_format, num_splits=splits, batch_invariant=invariant,
+        tokens,
+        heads,
+        topk,
+        kv_format=arguments["kv_format"],
+        extra_topk=extra_topk,
+        extra_kv_format=extra_format,
+        num_splits=splits,
+        batch_invariant=invariant,
         device=under.device,
     )
     arguments["schedule"] = schedule

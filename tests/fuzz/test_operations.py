@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fuzz import subjects
-from tests.fuzz.draw import HypothesisDraw
+from tests.fuzz.hypothesis_draw import HypothesisDraw
 from tests.fuzz.profile import examples
 from tests.fuzz.under import Under
 

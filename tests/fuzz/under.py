@@ -76,8 +76,10 @@ def _place(
 ) -> tuple[Any, mlacast.QuantizedTensor, dict[str, Any]]:
     """The result object, the buffer for the launcher, and the other arguments."""
     rest = dict(arguments)
-    out, fmt, groups = rest.pop("out", None), rest.pop("out_format", None), rest.pop(
-        "num_groups", 1
+    out, fmt, groups = (
+        rest.pop("out", None),
+        rest.pop("out_format", None),
+        rest.pop("num_groups", 1),
     )
     result, target = prepare_output(op, out, fmt, groups, shape=shape, device=torch.device("cpu"))
     buffer = from_arguments(*target[:6])
@@ -99,16 +101,27 @@ def _prefill(launch: Any, arguments: dict[str, Any]) -> Any:
     q = arguments["q"]
     result, buffer, rest = _place("sparse_mla_prefill", arguments, (*q.shape[:2], 512))
     options = _with(
-        {"topk_length": None, "attn_sink": None, "q_norm_eps": None, "rope": None,
-         "q_order": "head"},
+        {
+            "topk_length": None,
+            "attn_sink": None,
+            "q_norm_eps": None,
+            "rope": None,
+            "q_order": "head",
+        },
         rest,
     )
     kv, indices = options.pop("kv"), options.pop("indices")
     max_logits, lse = torch.full(q.shape[:2], 7.0), torch.full(q.shape[:2], 7.0)
     if q.shape[0]:
-        launch(options.pop("q"), kv[:, 0] if kv.dim() == 3 else kv,
-               indices[:, 0] if indices.dim() == 3 else indices,
-               **options, out=buffer, max_logits=max_logits, lse=lse)
+        launch(
+            options.pop("q"),
+            kv[:, 0] if kv.dim() == 3 else kv,
+            indices[:, 0] if indices.dim() == 3 else indices,
+            **options,
+            out=buffer,
+            max_logits=max_logits,
+            lse=lse,
+        )
     return result, max_logits, lse
 
 
@@ -117,8 +130,18 @@ def _decode(launch: Any, arguments: dict[str, Any]) -> Any:
     result, buffer, rest = _place("sparse_mla_decode", arguments, (*q.shape[:2], 512))
     options = _with(
         dict.fromkeys(
-            ("topk_length", "extra_k_cache", "extra_indices", "extra_topk_length",
-             "extra_kv_format", "attn_sink", "q_norm_eps", "rope", "num_splits", "workspace")
+            (
+                "topk_length",
+                "extra_k_cache",
+                "extra_indices",
+                "extra_topk_length",
+                "extra_kv_format",
+                "attn_sink",
+                "q_norm_eps",
+                "rope",
+                "num_splits",
+                "workspace",
+            )
         )
         | {"q_order": "head", "batch_invariant": False},
         rest,
@@ -128,8 +151,14 @@ def _decode(launch: Any, arguments: dict[str, Any]) -> Any:
         options["num_splits"] = schedule.num_splits
     lse = torch.full(q.shape[:2], 7.0)
     if q.shape[0]:
-        launch(options.pop("q"), options.pop("k_cache"), options.pop("indices"), **options,
-               out=buffer, lse=lse)
+        launch(
+            options.pop("q"),
+            options.pop("k_cache"),
+            options.pop("indices"),
+            **options,
+            out=buffer,
+            lse=lse,
+        )
     return result, lse
 
 
