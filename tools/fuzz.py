@@ -23,7 +23,7 @@ CASES = re.compile(r"^fuzz: (\d+) cases$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Part:
-    """One process of a run: calls of each subject, the seed, and whether kernels are interpreted."""
+    """One process of a run: calls of each subject, seed, and whether kernels are interpreted."""
 
     examples: int
     seed: int

@@ -38,15 +38,14 @@ HANG_S = 150
 GRACE_S = 20
 
 
-def work(
-    tasks: list[Task], device_name: str, seed: int, per_round: int, stop_at: float, results: Any
-) -> None:
+def work(tasks: list[Task], options: argparse.Namespace, stop_at: float, results: Any) -> None:
     """Run configurations in turn, some calls of each a round, until the time is over."""
-    device = torch.device(device_name)
+    device = torch.device(options.device)
+    seed, per_round = options.seed, options.per_round
     torch.set_num_threads(1)
     attempts: dict[Task, int] = {}
     failed: Counter[Task] = Counter()
-    for first in range(0, 10**9, per_round):
+    for first in range(0, options.rounds * per_round, per_round):
         for task in tasks:
             if time.time() >= stop_at:
                 faulthandler.cancel_dump_traceback_later()
@@ -83,8 +82,9 @@ def work(
                 counts["no configuration"] += 1
             results.put(("counts", task, counts))
         if all(attempts.get(task, 0) < 0 or failed[task] >= ENOUGH for task in tasks):
-            results.put(("end", None, None))
-            return
+            break
+    faulthandler.cancel_dump_traceback_later()
+    results.put(("end", None, None))
 
 
 class Worker:
@@ -100,10 +100,9 @@ class Worker:
 
     def start(self, stop_at: float) -> None:
         """Start, or start again."""
-        options = self._options
         self.results = self._context.Queue()
-        arguments = (self.tasks, options.device, options.seed, options.per_round, stop_at)
-        self.process = self._context.Process(target=work, args=(*arguments, self.results))
+        arguments = (self.tasks, self._options, stop_at, self.results)
+        self.process = self._context.Process(target=work, args=arguments)
         self.process.start()
 
 
@@ -212,6 +211,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--per-round", type=int, default=80, help="calls of a configuration a round"
     )
+    parser.add_argument("--rounds", type=int, default=10**6)
     parser.add_argument("--only", default="", help="part of the name of a configuration")
     parser.add_argument("--case", default=None, help="repeat this call")
     parser.add_argument("--json", type=Path, default=None)

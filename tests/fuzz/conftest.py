@@ -9,7 +9,13 @@ from tests.fuzz.subjects import CASES
 
 # Triton decides at import time whether its functions are compiled or interpreted.
 if os.environ.get("TRITON_INTERPRET") == "1":
-    collect_ignore_glob = ["test_operations.py", "test_invalid.py", "test_tool.py"]
+    collect_ignore_glob = [
+        "test_operations.py",
+        "test_drop_ins.py",
+        "test_invalid.py",
+        "test_steadiness.py",
+        "test_tool.py",
+    ]
 else:
     collect_ignore_glob = ["test_*_interpreted.py"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from tests.fuzz import calls, sparse
 from tests.fuzz.attention import Expected, attend
 from tests.fuzz.calls import Call
 from tests.fuzz.draw import Draw
-from tests.fuzz.records import LAYOUTS, draw_cache
+from tests.fuzz.records import LAYOUTS, Layout, draw_cache
 from tests.fuzz.tensors import (
     INT32,
     INT_MAX,
@@ -27,11 +28,16 @@ from tests.fuzz.tensors import (
 from tests.fuzz.under import Under
 
 
-def draw_decode(draw: Draw, under: Under) -> Call:
-    """A call of ``dense_mla_decode``: pages in any order, shared, missing; any lengths."""
+def draw_decode(
+    draw: Draw, under: Under, *, layouts: Sequence[Layout] = LAYOUTS, plain: bool = False
+) -> Call:
+    """A call of ``dense_mla_decode``: pages in any order, shared, missing; any lengths.
+
+    ``plain``: without sink, scale of values and scales on the device.
+    """
     values, device = Values(draw, under.device), under.device
     batch, per_request = draw.integer(0, under.sizes.tokens), draw.fixed.choice((1, 2, 3))
-    layout = draw.fixed.choice(LAYOUTS)
+    layout = draw.fixed.choice(layouts)
     fp8 = layout.name == "FP8" and draw.fixed.chance() and not under.interpreted
     page_size = draw.fixed.choice(sparse.PAGE_SIZES)
     width = draw.integer(0, max(1, under.sizes.width // page_size))
@@ -73,7 +79,7 @@ def draw_decode(draw: Draw, under: Under) -> Call:
     q = sparse.draw_query(draw, values, shape, False)
     dtype = torch.float8_e4m3fn if fp8 else under.rows_dtype
     given = q.clamp(-400, 400).to(dtype)
-    sink = sparse.draw_sink(draw, values, heads)
+    sink = None if plain else sparse.draw_sink(draw, values, heads)
     scale = abs(sparse.draw_scale(draw)) + 0.01
     arguments: dict[str, Any] = {
         "q": embed(draw, given, unit=under.unit(draw)),
@@ -81,13 +87,13 @@ def draw_decode(draw: Draw, under: Under) -> Call:
         "page_table": embed_ints(draw, table),
         "seq_lens": embed_ints(draw, lengths),
         "kv_format": layout.kv_format,
-        "sm_scale": sparse.on_device(draw, scale, values),
+        "sm_scale": scale if plain else sparse.on_device(draw, scale, values),
         "causal": causal,
     }
     if sink is not None:
         arguments["attn_sink"] = sink
     v_scale = 1.0
-    if draw.fixed.chance(25):
+    if not plain and draw.fixed.chance(25):
         v_scale = draw.choice((2.0, 0.3, -1.5))
         arguments["v_scale"] = sparse.on_device(draw, v_scale, values)
     expected = attend(

@@ -28,7 +28,8 @@ DTYPES = (
     torch.uint8, torch.bool, torch.int16, torch.float8_e4m3fn, torch.complex64,
 )  # fmt: skip
 STRANGERS: tuple[object, ...] = (
-    None, "x", "", 0, -1, 1.5, True, math.nan, math.inf, -math.inf, 10**30, 10**400, 2**63, 1e300, b"q", [], (), {},
+    None, "x", "", 0, -1, 1.5, True, math.nan, math.inf, -math.inf, 10**30, 10**400, 2**63,
+    1e300, b"q", [], (), {},
     object(), 0.0, -0.0, "reference", "hopper", 2**31, torch.bfloat16,
 )  # fmt: skip
 OURS = ("QuantizedTensor", "Rope", "KvFormat", "Fp8Tensor", "Nvfp4", "Fp8Group", "Mxfp8")

@@ -220,14 +220,14 @@ def check(target: Target, result: Any, expected: Tensor, error: Tensor) -> None:
     """
     if target.plain is not None:
         assert result is target.plain, "a given tensor is not what came back"
-        _check_bf16(result.reshape(expected.shape), expected, error)
+        check_bf16(result.reshape(expected.shape), expected, error)
         result.view(torch.int16).fill_(POISON * 0x0101)
         _assert_poison(result)
         return
     if isinstance(result, Tensor):
         assert target.buffer is None
         assert target.format.key == "bf16" and target.groups == 1
-        _check_bf16(result.reshape(expected.shape), expected, error)
+        check_bf16(result.reshape(expected.shape), expected, error)
         return
     if target.buffer is not None:
         assert result is target.buffer, "a given buffer is not what came back"
@@ -242,7 +242,8 @@ def check(target: Target, result: Any, expected: Tensor, error: Tensor) -> None:
         check_surroundings(result, target.whole)
 
 
-def _check_bf16(actual: Tensor, expected: Tensor, error: Tensor) -> None:
+def check_bf16(actual: Tensor, expected: Tensor, error: Tensor) -> None:
+    """Numbers of a plain output, in bfloat16 or, interpreted, float32."""
     assert actual.dtype in (torch.bfloat16, torch.float32), actual.dtype
     half_ulp = BF16_HALF_ULP if actual.dtype == torch.bfloat16 else 2.0**-24
     allowed = error + half_ulp * (expected.abs() + error) + 1e-37
@@ -345,7 +346,7 @@ def compare(buffer: mlacast.QuantizedTensor, expected: Tensor, error: Tensor) ->
     """Codes and scales [T, g, f] are those of some numbers within ``error`` of the expected."""
     fmt = buffer.format
     if fmt.key == "bf16":
-        _check_bf16(buffer.data, expected, error)
+        check_bf16(buffer.data, expected, error)
         return
     codes, scales = read_codes(buffer), read_scales(buffer)
     assert not bool(codes.isnan().any()), "a code is NaN"

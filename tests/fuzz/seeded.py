@@ -13,10 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from mlacast.errors import UnsupportedError
-
 from tests.fuzz.attention import Precision
 from tests.fuzz.draw import SeededDraw
-from tests.fuzz.subjects import OPERATIONS
+from tests.fuzz.subjects import DROP_INS, OPERATIONS
 from tests.fuzz.under import Sizes, Under
 
 # Tensor cores keep two bits less than float32 of aligned summands; weights are in 16 bits: rounded
@@ -54,7 +53,7 @@ class Failure:
 
 
 # Configurations on a GPU: backends and how many of each. Each costs seconds of compilation.
-PLAN: tuple[tuple[str, str, int], ...] = (
+PLAN: tuple[tuple[str, str | None, int], ...] = (
     ("sparse_mla_prefill", "hopper", 30),
     ("sparse_mla_prefill", "triton", 20),
     ("sparse_mla_decode", "hopper", 40),
@@ -71,16 +70,18 @@ PLAN: tuple[tuple[str, str, int], ...] = (
     ("kv_cache_append", "triton", 15),
     ("kv_cache_gather", "triton", 11),
     ("decode_metadata", "triton", 2),
+    *((name, None, 4) for name in DROP_INS),
 )
 
-SUBJECTS = dict(OPERATIONS)
+SUBJECTS = {**OPERATIONS, **DROP_INS}
 
 
 def tasks_for(device: torch.device, only: str = "") -> list[Task]:
     """Configurations of a device, one of each subject in turn; ``only`` is part of a name."""
     plan = PLAN
     if device.type == "cpu":
-        plan = tuple((subject, "reference", 4) for subject in SUBJECTS)
+        plan = tuple((name, "reference", 4) for name in OPERATIONS)
+        plan += tuple((name, None, 4) for name in DROP_INS)
     named = []
     for at in range(max(count for *_, count in plan)):
         named += [Task(subject, name, at) for subject, name, count in plan if at < count]

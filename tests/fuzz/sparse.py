@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,14 +27,8 @@ from tests.fuzz.tensors import (
 )
 from tests.fuzz.under import Under
 
+PAIRINGS = ("interleaved", "half")
 PAGE_SIZES = (1, 3, 16, 64, 53)
-# Pools of one call, and one that stands alone.
-PAIRS = tuple(
-    (main, extra)
-    for main in LAYOUTS
-    for extra in LAYOUTS
-    if main.d_qk == extra.d_qk and main.d_qk == 512
-)
 
 
 def draw_query(draw: Draw, values: Values, shape: tuple[int, ...], exact: bool) -> Tensor:
@@ -47,9 +42,11 @@ def draw_query(draw: Draw, values: Values, shape: tuple[int, ...], exact: bool) 
     return (values.normal(*shape) * size).bfloat16().float()
 
 
-def draw_rope(draw: Draw, values: Values, tokens: int, live: Tensor) -> tuple[Any, Rotation | None]:
+def draw_rope(
+    draw: Draw, values: Values, tokens: int, live: Tensor, kinds: tuple[str | None, ...]
+) -> tuple[Any, Rotation | None]:
     """A rotation or None; rows of the table that no live token names are NaN."""
-    kind = draw.fixed.choice((None, "interleaved", "half"))
+    kind = draw.fixed.choice(kinds)
     if kind is None:
         return None, None
     rows = draw.integer(1, 9)
@@ -96,15 +93,20 @@ class Prologue:
         width: int,
         live: Tensor,
         *,
+        style: str = "free",
         fp8: bool = False,
     ) -> None:
         tokens, heads = live.shape[0], draw.fixed.choice(under.sizes.heads)
-        rope, self.rotation = (None, None) if fp8 else draw_rope(draw, values, tokens, live)
+        kinds = PAIRINGS if style == "fused" else (None, *PAIRINGS)
+        has_prologue = style != "plain" and not fp8
+        rope, self.rotation = (
+            draw_rope(draw, values, tokens, live, kinds) if has_prologue else (None, None)
+        )
         norm = None
-        if width == 512 and not fp8 and draw.fixed.chance():
+        if width == 512 and has_prologue and draw.fixed.chance():
             norm = draw.choice((1e-6, 1e-5, 0.5))
         order = "head"
-        if width == 512 and not fp8 and draw.fixed.chance(40):
+        if width == 512 and has_prologue and (style == "fused" or draw.fixed.chance(40)):
             order = "chunk16"
         q = draw_query(draw, values, (tokens, heads, width), rope is not None)
         if fp8:
@@ -167,13 +169,18 @@ def keys_of(rows: Tensor, indices: Tensor, valid: Tensor) -> Tensor:
     return torch.where(valid[..., None], chosen, 0.0)
 
 
-def draw_prefill(draw: Draw, under: Under) -> Call:
-    """A call of ``sparse_mla_prefill``."""
+def draw_prefill(draw: Draw, under: Under, *, style: str = "free") -> Call:
+    """A call of ``sparse_mla_prefill``.
+
+    ``style``: "free", "plain" without norm, rotation and other orders, or "fused" with a rotation
+    of queries in chunk16 order.
+    """
     values = Values(draw, under.device)
-    tokens, width = draw_tokens(draw, under), draw.fixed.choice((512, 576))
+    widths = (512,) if style == "fused" else (512, 576)
+    tokens, width = draw_tokens(draw, under), draw.fixed.choice(widths)
     rows = draw.integer(0, under.sizes.rows)
     indices, lengths, valid = draw_list(draw, under, values, tokens, rows)
-    prologue = Prologue(draw, under, values, width, valid.any(1))
+    prologue = Prologue(draw, under, values, width, valid.any(1), style=style)
     kv = (values.normal(rows, width) * draw.choice((1.0, 0.1, 5.0))).bfloat16().double()
     keys = keys_of(kv, indices, valid)
     given = forget(kv, used_rows(indices, valid, rows)).to(under.rows_dtype)
@@ -223,15 +230,37 @@ def cache_argument(under: Under, cache: Cache) -> Tensor:
     return storage.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def draw_decode(draw: Draw, under: Under) -> Call:
-    """A call of ``sparse_mla_decode``: one pool or two, any splits."""
+def partners_of(layout: Layout, fp8: bool) -> list[Layout]:
+    """Formats of a second pool, for queries in FP8 or not."""
+    return [layout] if fp8 else [other for other in LAYOUTS if other.d_qk == layout.d_qk]
+
+
+def draw_decode(
+    draw: Draw,
+    under: Under,
+    *,
+    style: str = "free",
+    layouts: Sequence[Layout] = LAYOUTS,
+    partners: Callable[[Layout, bool], Sequence[Layout]] = partners_of,
+    fp8_query: bool | None = None,
+) -> Call:
+    """A call of ``sparse_mla_decode``: one pool or two, any splits.
+
+    Args:
+        draw: Choices.
+        under: What is tested.
+        style: As in ``draw_prefill``; splits and scales are drawn for "free" only.
+        layouts: Formats of the pool.
+        partners: Formats of a second one, of the first and of whether queries are FP8.
+        fp8_query: Whether they are; None for either.
+    """
     values = Values(draw, under.device)
-    tokens, layout = draw_tokens(draw, under), draw.fixed.choice(LAYOUTS)
+    tokens, layout = draw_tokens(draw, under), draw.fixed.choice(layouts)
     fp8 = layout.name == "FP8" and draw.fixed.chance() and not under.interpreted
-    partners = [other for other in LAYOUTS if other.d_qk == layout.d_qk]
-    if fp8:
-        partners = [layout]
-    second = draw.fixed.choice(partners) if draw.fixed.chance(40) else None
+    if fp8_query is not None:
+        fp8 = fp8_query
+    seconds = partners(layout, fp8)
+    second = draw.fixed.choice(seconds) if seconds and draw.fixed.chance(40) else None
     cache, indices, lengths, valid = _draw_pool(draw, under, values, tokens, layout)
     keys = keys_of(cache.rows, indices, valid)
     arguments: dict[str, Any] = {
@@ -256,14 +285,16 @@ def draw_decode(draw: Draw, under: Under) -> Call:
         }
         if extra_lengths is not None:
             arguments["extra_topk_length"] = extra_lengths
-    prologue = Prologue(draw, under, values, layout.d_qk, valid.any(1), fp8=fp8)
+    prologue = Prologue(draw, under, values, layout.d_qk, valid.any(1), style=style, fp8=fp8)
     arguments |= prologue.arguments
     scale, v_scale = draw_scale(draw), 1.0
-    if draw.fixed.chance(25):
+    is_free = style == "free"
+    if is_free and draw.fixed.chance(25):
         v_scale = draw.choice((2.0, 0.3, -1.5))
         arguments["v_scale"] = on_device(draw, v_scale, values)
-    arguments["sm_scale"] = on_device(draw, scale, values) if scale > 0 else scale
-    _draw_splits(draw, under, arguments, tokens, prologue.heads, topk, extra_topk)
+    arguments["sm_scale"] = on_device(draw, scale, values) if is_free and scale > 0 else scale
+    if is_free:
+        _draw_splits(draw, under, arguments, tokens, prologue.heads, topk, extra_topk)
     expected = attend(
         prologue.q,
         keys,

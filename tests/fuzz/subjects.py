@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from tests.fuzz import caches, dense, layer, sparse
+from tests.fuzz import caches, compat, dense, layer, sparse
 from tests.fuzz.draw import Draw
 from tests.fuzz.under import Under
 
@@ -24,6 +24,17 @@ OPERATIONS: dict[str, Subject] = {
     "kv_cache_append": caches.check_append,
     "kv_cache_gather": caches.check_gather,
     "decode_metadata": caches.check_metadata,
+}
+# Functions of other libraries, on whatever backend dispatch chooses.
+DROP_INS: dict[str, Subject] = {
+    "fused_prefill": compat.check_fused_prefill,
+    "fused_decode": compat.check_fused_decode,
+    "flash_mla_sparse_fwd": compat.check_sparse_fwd,
+    "flash_mla_with_kvcache": compat.check_with_kvcache,
+    "flash_mla_with_kvcache_dense": compat.check_dense_kvcache,
+    "mate_sparse_mla_fp8_decode": compat.check_mate_decode,
+    "flashinfer_trtllm_packed": compat.check_flashinfer_packed,
+    "flash_attn_varlen_func": compat.check_flash_attn,
 }
 # Launchers that the interpreter runs; bytes of the others are compared in tests/kernels.
 INTERPRETED: dict[str, Subject] = {

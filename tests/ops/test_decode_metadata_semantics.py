@@ -76,7 +76,7 @@ def test_strided_lengths() -> None:
         ({"num_parts": 0}, ValueError, "num_parts must be at least 1, got 0"),
         ({"num_parts": 1.0}, TypeError, "num_parts must be an int, got float"),
         ({"overhead": -1}, ValueError, "overhead must be at least 0, got -1"),
-        ({"topk": -64}, ValueError, "topk must not be negative, got -64"),
+        ({"topk": -64}, ValueError, "topk must be at least 0, got -64"),
         ({"topk": "64"}, TypeError, "topk must be an int or None, got str"),
         ({"backend": "cuda"}, ValueError, "backend must be one of"),
     ],
