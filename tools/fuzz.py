@@ -62,14 +62,14 @@ def parts_of(examples: int, processes: int, seed: int) -> list[Part]:
     """Processes that together draw ``examples`` calls of each subject, and interpreted ones."""
     share = -(-examples // processes)
     natural = [Part(share, seed + at, False) for at in range(processes)]
-    return [Part(examples, seed + processes, True), *natural]
+    return [*natural, Part(examples, seed + processes, True)]
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the parts; 1 if any failed or too few calls were drawn."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=100_000, help="calls to draw in all")
-    parser.add_argument("--subjects", type=int, default=20, help="subjects that share them")
+    parser.add_argument("--subjects", type=int, default=16, help="subjects that share them")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, default=None, help="first seed; random if not given")

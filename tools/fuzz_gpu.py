@@ -1,8 +1,10 @@
 """Draw very many calls on a GPU, by seed, each compared with float64 on the device.
 
     python tools/fuzz_gpu.py --seconds 330 --jobs 15 --json build/fuzz.json
+    python tools/fuzz_gpu.py --steady --seconds 150 --json build/steady.json
     python tools/fuzz_gpu.py --seed 7 --case sparse_mla_decode/hopper/3/0/41
 
+``--steady`` compares bits instead: of repeats, given buffers, rows alone and in another order.
 What kernels are compiled for comes from a bounded list of configurations; values, lengths, indices,
 sizes and places vary from call to call. Each process takes configurations of its own, so nothing is
 compiled twice. A process that hangs or loses its GPU context is replaced, and counts as a failure.
@@ -213,6 +215,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--rounds", type=int, default=10**6)
     parser.add_argument("--only", default="", help="part of the name of a configuration")
+    parser.add_argument("--steady", action="store_true", help="repeats, places and batch mates")
     parser.add_argument("--case", default=None, help="repeat this call")
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args(arguments)
@@ -220,7 +223,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.case is not None:
         return repeat(options.case, options.seed, device)
     start = time.time()
-    tasks = seeded.tasks_for(device, options.only)
+    tasks = seeded.tasks_for(device, options.only, steady=options.steady)
     context = multiprocessing.get_context("spawn")
     jobs = min(options.jobs, len(tasks))
     workers = [Worker(context, options, tasks[at::jobs]) for at in range(jobs)]

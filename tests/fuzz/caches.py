@@ -84,7 +84,7 @@ def check_gather(draw: Draw, under: Under) -> None:
 
 
 def _tiles(x: Tensor, size: int) -> Tensor:
-    return x.unflatten(1, (x.shape[1] // size, size))
+    return x.view(x.shape[0], x.shape[1] // size, size)
 
 
 def _pow2_records(layout: Layout, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -132,7 +132,7 @@ def quantised_bytes(x: Tensor, fmt: mlacast.OutFormat) -> quantizers.Quantized:
     if isinstance(fmt, mlacast.Fp8Tensor):
         return quantizers.quantize_fp8_tensor(x, outputs.format_scale(fmt))
     size = fmt.sf_vec_size
-    has_nan = x.unflatten(-1, (x.shape[-1] // size, size)).isnan().any(-1)
+    has_nan = x.view(*x.shape[:-1], x.shape[-1] // size, size).isnan().any(-1)
     spread = has_nan.repeat_interleave(size, -1)
     if isinstance(fmt, mlacast.Nvfp4):
         found = quantizers.quantize_nvfp4(x, outputs.format_scale(fmt))
@@ -228,7 +228,7 @@ def _fill(draw: Draw, values: Values, buffer: mlacast.QuantizedTensor) -> None:
         count = buffer.features // fmt.sf_vec_size
         exponents = values.integers(112, 124, *sf.shape[:2], sf.shape[2] * 4)
         exponents[..., count:] = 0
-        words = exponents.unflatten(-1, (-1, 4))
+        words = exponents.view(*sf.shape, 4)
         word = words[..., 0] | words[..., 1] << 8 | words[..., 2] << 16 | words[..., 3] << 24
         sf.copy_(word)
     else:

@@ -131,9 +131,9 @@ def draw_target(
     rows = before + tokens + after
     if kind == "range":
         buffer = mlacast.QuantizedTensor.empty(rows, groups, features, given, device)
-        for part in (buffer.data, buffer.sf):
-            if part is not None:
-                raw(part).fill_(POISON)
+        for tensor in (buffer.data, buffer.sf):
+            if tensor is not None:
+                raw(tensor).fill_(POISON)
         part = buffer[before : before + tokens]
         if draw.chance(30):
             # A range of a range.

@@ -96,8 +96,8 @@ def draw_records(
         scales = values.integers(low, high, count, tiles).to(torch.uint8)
     # Bytes behind the scales are padding: nobody may read them.
     rest = torch.full((count, layout.scale - tiles), 0xFF, dtype=torch.uint8, device=device)
-    data = (codes,) if layout.quantised == 512 else (codes, rope)
-    return torch.cat(data, 1), torch.cat((scales, rest), 1)
+    parts = [codes] if layout.quantised == 512 else [codes, rope]
+    return torch.cat(parts, 1), torch.cat((scales, rest), 1)
 
 
 def _to_bf16(values: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from mlacast.errors import UnsupportedError
 from tests.fuzz.attention import Precision
 from tests.fuzz.draw import SeededDraw
-from tests.fuzz.subjects import DROP_INS, OPERATIONS
+from tests.fuzz.subjects import DROP_INS, OPERATIONS, STEADY
 from tests.fuzz.under import Sizes, Under
 
 # Tensor cores keep two bits less than float32 of aligned summands; weights are in 16 bits: rounded
@@ -73,15 +73,32 @@ PLAN: tuple[tuple[str, str | None, int], ...] = (
     *((name, None, 4) for name in DROP_INS),
 )
 
-SUBJECTS = {**OPERATIONS, **DROP_INS}
+# The same for what must not change a bit.
+STEADY_PLAN: tuple[tuple[str, str | None, int], ...] = (
+    ("steady_sparse_mla_prefill", "hopper", 15),
+    ("steady_sparse_mla_prefill", "triton", 15),
+    ("steady_sparse_mla_decode", "hopper", 15),
+    ("steady_sparse_mla_decode", "triton", 15),
+    ("steady_dense_mla_decode", "triton", 15),
+    ("steady_dense_mla_prefill", "hopper", 15),
+    ("steady_dense_mla_prefill", "triton", 15),
+    ("steady_merge_attention_states", "triton", 15),
+    ("steady_v_up_project", "triton", 15),
+)
+
+SUBJECTS = {**OPERATIONS, **DROP_INS, **STEADY}
 
 
-def tasks_for(device: torch.device, only: str = "") -> list[Task]:
-    """Configurations of a device, one of each subject in turn; ``only`` is part of a name."""
-    plan = PLAN
+def tasks_for(device: torch.device, only: str = "", *, steady: bool = False) -> list[Task]:
+    """Configurations of a device, one of each subject in turn.
+
+    ``only`` is part of a name; ``steady`` asks for what must not change a bit.
+    """
+    plan = STEADY_PLAN if steady else PLAN
     if device.type == "cpu":
-        plan = tuple((name, "reference", 4) for name in OPERATIONS)
-        plan += tuple((name, None, 4) for name in DROP_INS)
+        plan = tuple((name, "reference", 4) for name in (STEADY if steady else OPERATIONS))
+        if not steady:
+            plan += tuple((name, None, 4) for name in DROP_INS)
     named = []
     for at in range(max(count for *_, count in plan)):
         named += [Task(subject, name, at) for subject, name, count in plan if at < count]

@@ -99,9 +99,10 @@ class Prologue:
         tokens, heads = live.shape[0], draw.fixed.choice(under.sizes.heads)
         kinds = PAIRINGS if style == "fused" else (None, *PAIRINGS)
         has_prologue = style != "plain" and not fp8
-        rope, self.rotation = (
-            draw_rope(draw, values, tokens, live, kinds) if has_prologue else (None, None)
-        )
+        rope = None
+        self.rotation: Rotation | None = None
+        if has_prologue:
+            rope, self.rotation = draw_rope(draw, values, tokens, live, kinds)
         norm = None
         if width == 512 and has_prologue and draw.fixed.chance():
             norm = draw.choice((1e-6, 1e-5, 0.5))
@@ -125,7 +126,7 @@ class Prologue:
         if order == "chunk16":
             # Heads of a token leave no gaps.
             flat = embed(draw, given.flatten(1), unit=unit)
-            self.arguments["q"] = flat.unflatten(1, (heads, width))
+            self.arguments["q"] = flat.view(tokens, heads, width)
         else:
             self.arguments["q"] = embed(draw, given, unit=unit)
         self.sink = draw_sink(draw, values, heads)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from tests.fuzz import caches, compat, dense, layer, sparse
+from tests.fuzz import caches, compat, dense, layer, sparse, steadiness
 from tests.fuzz.draw import Draw
 from tests.fuzz.under import Under
 
@@ -35,6 +35,15 @@ DROP_INS: dict[str, Subject] = {
     "mate_sparse_mla_fp8_decode": compat.check_mate_decode,
     "flashinfer_trtllm_packed": compat.check_flashinfer_packed,
     "flash_attn_varlen_func": compat.check_flash_attn,
+}
+# What must not change a bit.
+STEADY: dict[str, Subject] = {
+    "steady_sparse_mla_prefill": steadiness.check_prefill,
+    "steady_sparse_mla_decode": steadiness.check_decode,
+    "steady_dense_mla_decode": steadiness.check_dense_decode,
+    "steady_dense_mla_prefill": steadiness.check_dense_prefill,
+    "steady_merge_attention_states": steadiness.check_merge,
+    "steady_v_up_project": steadiness.check_v_up,
 }
 # Launchers that the interpreter runs; bytes of the others are compared in tests/kernels.
 INTERPRETED: dict[str, Subject] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,8 +149,8 @@ def test_the_command_runs_processes_and_writes_a_summary(tmp_path: Path) -> None
 def test_a_report_adds_up() -> None:
     report = fuzz_gpu.Report()
     task = Task("kv_cache_append", None, 2)
-    report.add(task, fuzz_gpu.Counter({"cases": 3, "not covered": 1}))
-    report.add(dataclasses.replace(task, configuration=4), fuzz_gpu.Counter({"cases": 2}))
+    report.add(task, Counter({"cases": 3, "not covered": 1}))
+    report.add(dataclasses.replace(task, configuration=4), Counter({"cases": 2}))
     summary = report.as_json(1, 2.0, CPU)
     wanted = {"cases": 5, "configurations": 2, "not_covered": 1}
     assert summary["cases"] == 5 and summary["by_subject"]["kv_cache_append/chosen"] == wanted
