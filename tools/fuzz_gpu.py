@@ -1,8 +1,8 @@
 """Draw very many calls on a GPU, by seed, each compared with float64 on the device.
 
-    python tools/fuzz_gpu.py --seconds 330 --jobs 15 --json build/fuzz.json
-    python tools/fuzz_gpu.py --steady --seconds 150 --json build/steady.json
-    python tools/fuzz_gpu.py --seed 7 --case sparse_mla_decode/hopper/3/0/41
+    python -m tools.fuzz_gpu --seconds 330 --jobs 15 --json build/fuzz.json
+    python -m tools.fuzz_gpu --steady --seconds 150 --json build/steady.json
+    python -m tools.fuzz_gpu --seed 7 --case sparse_mla_decode/hopper/3/0/41
 
 ``--steady`` compares bits instead: of repeats, given buffers, rows alone and in another order.
 What kernels are compiled for comes from a bounded list of configurations; values, lengths, indices,
@@ -176,7 +176,7 @@ class Report:
         """Plain values."""
         machine = {"device": "cpu"} if device.type == "cpu" else describe(device)
         if device.type != "cpu":
-            machine["command"] = " ".join(["python", *sys.argv])
+            machine["command"] = " ".join(["python -m tools.fuzz_gpu", *sys.argv[1:]])
         return {
             "machine": machine,
             "seed": seed,

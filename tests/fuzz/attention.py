@@ -28,12 +28,16 @@ class Precision:
         weight_error: Relative error of a softmax weight beyond that, for weights in 16 bits.
         rounds_query: The rotated query is rounded to bfloat16.
         product_unit: Unit of a product with weights, None for a float32 sum of its terms.
+        code_unit: The same where weights are codes.
+        least_value: Keys and values of this size may vanish.
     """
 
     unit: float = 2.0**-24
     weight_error: float = 0.0
     rounds_query: bool = True
     product_unit: float | None = None
+    code_unit: float | None = None
+    least_value: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,8 @@ def attend(
     summed = summed * (share * abs(v_scale))[..., None]
     error = (relative + (count[:, None] + 24) * unit)[..., None] * summed
     if valid.shape[1]:
-        error = error + TINY * abs(v_scale) * values.abs().amax((-2, -1))[..., None, None]
+        largest = values.abs().amax((-2, -1))[..., None, None]
+        error = error + abs(v_scale) * (TINY * largest + precision.least_value)
     if rotation is not None and width == d_v:
         cosine, sine = rotation.rows()
         back = rotate(out[..., -ROPE:], cosine, -sine, rotation.pairing)

@@ -10,6 +10,7 @@ from tests.fuzz.subjects import CASES
 # Triton decides at import time whether its functions are compiled or interpreted.
 if os.environ.get("TRITON_INTERPRET") == "1":
     collect_ignore_glob = [
+        "test_in_the_interpreter.py",
         "test_operations.py",
         "test_drop_ins.py",
         "test_invalid.py",

@@ -308,7 +308,9 @@ def check_project(draw: Draw, under: Under) -> None:
         size = meaning.flatten(1).abs() @ numbers.abs().t()
     assert found.shape == product.shape
     half_ulp = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
-    unit = under.precision.product_unit or lead[-1] * 2.0**-24
+    precision = under.precision
+    unit = precision.product_unit if weight_sf is None else precision.code_unit
+    unit = unit or lead[-1] * 2.0**-24
     allowed = unit * size + half_ulp[found.dtype] * product.abs() + 2.0**-24
     if found.dtype == torch.float16:
         product = product.clamp(-65504, 65504)
