@@ -10,7 +10,7 @@ import os
 
 from hypothesis import HealthCheck, settings
 
-GATE_EXAMPLES = 200
+GATE_EXAMPLES = 150
 EXAMPLES = os.environ.get("MLACAST_FUZZ_EXAMPLES")
 
 

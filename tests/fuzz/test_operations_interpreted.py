@@ -14,7 +14,7 @@ from tests.fuzz.profile import examples
 from tests.fuzz.under import INTERPRETED
 
 # An interpreted call takes as long as dozens of others.
-SHARE = 50
+SHARE = 40
 
 
 @pytest.mark.parametrize("name", subjects.INTERPRETED)
