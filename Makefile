@@ -1,6 +1,7 @@
 # make demo   create .venv on first use, then run the main job on a small DeepSeek-V4 model
 # make test   lint, types and the whole test suite
 # make test-gpu  the GPU tests, on a machine with one
+# make fuzz   100,000 drawn calls on the CPU, with new seeds; no part of the gate
 # make test-triton-latest  the kernel tests with the newest triton; no part of the gate
 # make lint   only lint and types
 # make format rewrite the sources in the project's format
@@ -9,7 +10,7 @@
 # PYTHON=/path/to/python3 chooses the interpreter, JOBS=n the number of test processes.
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test test-gpu test-triton-latest lint format clean
+.PHONY: demo test test-gpu fuzz test-triton-latest lint format clean
 
 # The first interpreter that can run everything; Python 3.10 only if there is nothing newer.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -37,6 +38,10 @@ test: lint
 test-gpu: $(READY)
 	@mkdir -p $(TMPDIR)
 	$(RUN) -m pytest tests/gpu -q
+
+fuzz: $(READY)
+	@mkdir -p $(TMPDIR)
+	$(RUN) tools/fuzz.py --jobs $(JOBS)
 
 test-triton-latest: $(READY)
 	@mkdir -p $(TMPDIR)

@@ -12,6 +12,9 @@ from typing import Any, NoReturn
 
 import torch
 
+FLOAT32_MAX = torch.finfo(torch.float32).max
+INT32_MAX = 2**31 - 1
+
 
 class UnsupportedError(NotImplementedError):
     """A legal call that no (or not the named) backend covers.
@@ -62,6 +65,23 @@ def check_type(
     is_stray_bool = isinstance(value, bool) and bool not in kinds
     if is_stray_bool or not isinstance(value, kinds):
         raise TypeError(f"{op}: {argument} must be {wanted}, got {type(value).__name__}")
+
+
+def check_finite(op: str, argument: str, number: Any, *, signed: bool = True) -> None:
+    """Raise ValueError unless a number is finite in float32, which every backend calculates in."""
+    least = -FLOAT32_MAX if signed else 0.0
+    # An int of any size compares with a float, though it need not convert to one.
+    if not least <= number <= FLOAT32_MAX:
+        requirement = "be finite in float32" + ("" if signed else " and not negative")
+        fail(op, argument, requirement, number)
+
+
+def check_count(op: str, argument: str, value: Any, *, least: int = 0) -> None:
+    """Raise ValueError unless an int is at least ``least`` and an int32, as kernels count."""
+    if value < least:
+        fail(op, argument, f"be at least {least}", value)
+    if value > INT32_MAX:
+        fail(op, argument, f"be at most {INT32_MAX}", value)
 
 
 def check_choice(op: str, argument: str, value: object, choices: Sequence[object]) -> None:

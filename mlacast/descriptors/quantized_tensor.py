@@ -28,6 +28,8 @@ from mlacast.layouts.sf_swizzled_128x4 import gather_swizzled, swizzled_shape
 OP = "QuantizedTensor"
 # Sizes are symbols while a graph is traced with dynamic shapes.
 INTS = (int, torch.SymInt)
+# More rows than memory holds, and few enough for offsets in 64 bits.
+MAX_TOKENS = 2**40
 
 
 class QuantizedTensor:
@@ -65,12 +67,19 @@ class QuantizedTensor:
     ) -> None:
         check_type(OP, "format", format, OutFormat, "an OutFormat")
         check_type(OP, "row_start", row_start, INTS, "an int")
+        for name, tokens in (("num_tokens", num_tokens), ("total_tokens", total_tokens)):
+            if tokens is not None:
+                check_type(OP, name, tokens, INTS, "an int or None")
         check_data(OP, data, format)
         rows = data.shape[0]
         if num_tokens is not None and num_tokens != rows:
             fail(OP, "num_tokens", f"be the {rows} rows of data", num_tokens)
         if row_start < 0:
             fail(OP, "row_start", "be at least 0", row_start)
+        last = row_start if total_tokens is None else total_tokens
+        if last > MAX_TOKENS:
+            name = "row_start" if total_tokens is None else "total_tokens"
+            fail(OP, name, f"be at most {MAX_TOKENS}", last)
         if total_tokens is not None and total_tokens < row_start + rows:
             requirement = f"be at least row_start + num_tokens = {row_start + rows}"
             fail(OP, "total_tokens", requirement, total_tokens)

@@ -10,7 +10,15 @@ from torch import Tensor, nn
 
 from mlacast.descriptors.kv_format import KvFormat
 from mlacast.distributed.groups import check_group, name_of_group
-from mlacast.errors import UnsupportedError, check_tensor, check_type, fail
+from mlacast.errors import (
+    FLOAT32_MAX,
+    UnsupportedError,
+    check_count,
+    check_finite,
+    check_tensor,
+    check_type,
+    fail,
+)
 from mlacast.layers.layer_step import LayerSettings, LayerStep
 from mlacast.layers.metadata import MLAMetadata
 from mlacast.layers.output_buffer import GroupLayout, output_buffer
@@ -90,8 +98,7 @@ class MLAAttention(nn.Module):
         dims = (qk_nope_head_dim, qk_rope_head_dim, v_head_dim, kv_lora_rank)
         _check_supported(dims, kv_format)
         check_type(OP, "scale", scale, (int, float), "a number")
-        if not -float("inf") < scale < float("inf"):
-            fail(OP, "scale", "be finite", scale)
+        check_finite(OP, "scale", scale)
         rows = num_heads * (qk_nope_head_dim + v_head_dim)
         check_tensor(
             OP,
@@ -106,8 +113,7 @@ class MLAAttention(nn.Module):
         for name, number in (("q_scale", q_scale), ("k_scale", k_scale)):
             _check_scale(name, number, kv_format)
         check_type(OP, "context_workspace_tokens", context_workspace_tokens, int, "an int")
-        if context_workspace_tokens < 1:
-            fail(OP, "context_workspace_tokens", "be at least 1", context_workspace_tokens)
+        check_count(OP, "context_workspace_tokens", context_workspace_tokens, least=1)
         rank, world_size = (0, 1) if dcp_group is None else check_group(OP, "dcp_group", dcp_group)
         if num_heads * world_size > MAX_HEADS:
             most = MAX_HEADS // world_size
@@ -303,7 +309,7 @@ def _check_scale(name: str, scale: Scale, kv_format: KvFormat) -> None:
     check_type(OP, name, scale, (int, float, Tensor), "a number or a torch.Tensor")
     if isinstance(scale, Tensor):
         check_tensor(OP, name, scale.reshape(-1), "1", {}, dtype=torch.float32)
-    elif not 0.0 < scale < float("inf"):
-        fail(OP, name, "be positive and finite", scale)
+    elif not 0.0 < scale <= FLOAT32_MAX:
+        fail(OP, name, "be positive and finite in float32", scale)
     if kv_format != KvFormat.FP8 and (isinstance(scale, Tensor) or scale != 1.0):
         fail(OP, name, f"be 1.0 for {kv_format!r}, which carries its own scales", "a scale")

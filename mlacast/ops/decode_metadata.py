@@ -8,7 +8,7 @@ import torch
 
 from mlacast.dispatch.arch import arch_of
 from mlacast.dispatch.select import load, requested_backend, select
-from mlacast.errors import check_tensor, check_type, fail
+from mlacast.errors import check_count, check_tensor, check_type
 from mlacast.ops import value_checks
 from mlacast.ops.known_calls import PUBLIC, call_operator
 from mlacast.ops.overlap import check_no_overlap
@@ -86,12 +86,10 @@ def _check(
     check_tensor(OP, "lengths", lengths, "B", {}, dtype=torch.int32)
     for name, value, least in (("num_parts", num_parts, 1), ("overhead", overhead, 0)):
         check_type(OP, name, value, int, "an int")
-        if value < least:
-            fail(OP, name, f"be at least {least}", value)
+        check_count(OP, name, value, least=least)
     if topk is not None:
         check_type(OP, "topk", topk, int, "an int or None")
-        if topk < 0:
-            fail(OP, "topk", "not be negative", topk)
+        check_count(OP, "topk", topk)
     check_backend(OP, backend)
 
 

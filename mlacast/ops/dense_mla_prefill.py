@@ -10,7 +10,7 @@ from mlacast.descriptors.out_format import OutFormat
 from mlacast.descriptors.quantized_tensor import INTS
 from mlacast.dispatch.arch import arch_of
 from mlacast.dispatch.select import load, requested_backend, select
-from mlacast.errors import check_tensor, check_type, fail
+from mlacast.errors import check_count, check_finite, check_tensor, check_type, fail
 from mlacast.ops import value_checks
 from mlacast.ops.known_calls import PUBLIC, call_operator
 from mlacast.ops.output import Output, features_of, from_arguments, prepare_output
@@ -193,12 +193,10 @@ def _check(
         fail(OP, "cu_seqlens_q", "have at least one element", sizes["B+1"])
     for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         check_type(OP, name, longest, INTS, "an int")
-        if longest < 0:
-            fail(OP, name, "be at least 0", longest)
+        check_count(OP, name, longest)
     if softmax_scale is not None:
         check_type(OP, "softmax_scale", softmax_scale, (int, float), "a number or None")
-        if not -float("inf") < softmax_scale < float("inf"):
-            fail(OP, "softmax_scale", "be finite", softmax_scale)
+        check_finite(OP, "softmax_scale", softmax_scale)
     check_type(OP, "causal", causal, bool, "a bool")
     check_backend(OP, backend)
 

@@ -10,7 +10,7 @@ from mlacast.descriptors.kv_format import KvFormat
 from mlacast.descriptors.rope import Rope
 from mlacast.dispatch.arch import arch_of
 from mlacast.dispatch.select import load, requested_backend, select
-from mlacast.errors import check_tensor, check_type, fail
+from mlacast.errors import check_finite, check_tensor, check_type, fail
 from mlacast.ops import value_checks
 from mlacast.ops.known_calls import PUBLIC, call_operator
 from mlacast.ops.overlap import check_no_overlap
@@ -115,8 +115,7 @@ def _check_norm(
 ) -> None:
     if norm_eps is not None:
         check_type(OP, "norm_eps", norm_eps, (int, float), "a number or None")
-        if not 0.0 <= norm_eps < float("inf"):
-            fail(OP, "norm_eps", "be finite and not negative", norm_eps)
+        check_finite(OP, "norm_eps", norm_eps, signed=False)
     if norm_weight is None:
         return
     check_tensor(

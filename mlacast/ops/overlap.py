@@ -102,6 +102,22 @@ def _share_a_byte(first: _Span, second: _Span) -> bool:
     return bool((hit_before | hit_after).any())
 
 
+def check_apart(op: str, argument: str, output: torch.Tensor) -> None:
+    """Raise ValueError if two elements of an output may be the same memory.
+
+    Each dimension has to step over all that the ones with smaller steps reach: wider rows,
+    transposed heads and pages with gaps do.
+    """
+    if output.numel() == 0:
+        return
+    reach = 1
+    for stride, size in sorted(zip(output.stride(), output.shape, strict=True)):
+        if size > 1 and stride < reach:
+            actual = f"strides {list(output.stride())} for shape {list(output.shape)}"
+            fail(op, argument, "have each element in memory of its own", actual)
+        reach += (size - 1) * stride
+
+
 def check_no_overlap(
     op: str,
     outputs: Sequence[tuple[str, torch.Tensor | None]],

@@ -11,6 +11,7 @@ from mlacast.descriptors.rope import Rope
 from mlacast.errors import (
     UnsupportedError,
     check_choice,
+    check_finite,
     check_tensor,
     check_type,
     dtype_name,
@@ -41,8 +42,7 @@ def check_query(
 def check_sm_scale(op: str, sm_scale: float) -> None:
     """Check that the score scale is a finite host number."""
     check_type(op, "sm_scale", sm_scale, (int, float), "a number")
-    if not -float("inf") < sm_scale < float("inf"):
-        fail(op, "sm_scale", "be finite", sm_scale)
+    check_finite(op, "sm_scale", sm_scale)
 
 
 def check_decode_scale(
@@ -51,8 +51,7 @@ def check_decode_scale(
     """Check a scale that may live on the device: a finite number, or one float32 element."""
     if not isinstance(scale, torch.Tensor):
         check_type(op, argument, scale, (int, float), "a number or a torch.Tensor")
-        if not -float("inf") < scale < float("inf"):
-            fail(op, argument, "be finite", scale)
+        check_finite(op, argument, scale)
         return
     if scale.dim() > 1 or scale.numel() != 1:
         fail(op, argument, "have one element", f"shape {list(scale.shape)}")
@@ -87,8 +86,7 @@ def check_prologue(
     check_choice(op, "q_order", q_order, Q_ORDERS)
     if q_norm_eps is not None:
         check_type(op, "q_norm_eps", q_norm_eps, (int, float), "a number or None")
-        if not 0.0 <= q_norm_eps < float("inf"):
-            fail(op, "q_norm_eps", "be finite and not negative", q_norm_eps)
+        check_finite(op, "q_norm_eps", q_norm_eps, signed=False)
         if sizes["d_qk"] == 576:
             raise UnsupportedError(
                 f"{op}: q_norm_eps must be None for d_qk=576, got {q_norm_eps}; an absorbed query "

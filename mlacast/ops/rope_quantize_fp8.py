@@ -9,10 +9,17 @@ import torch
 from mlacast.descriptors.rope import ROPE_PAIRINGS
 from mlacast.dispatch.arch import arch_of
 from mlacast.dispatch.select import load, requested_backend, select
-from mlacast.errors import check_choice, check_tensor, check_type, dtype_name, fail
+from mlacast.errors import (
+    check_choice,
+    check_finite,
+    check_tensor,
+    check_type,
+    dtype_name,
+    fail,
+)
 from mlacast.ops import value_checks
 from mlacast.ops.known_calls import PUBLIC, call_operator
-from mlacast.ops.overlap import check_no_overlap
+from mlacast.ops.overlap import check_apart, check_no_overlap
 from mlacast.ops.query import check_backend
 
 OP = "rope_quantize_fp8"
@@ -222,8 +229,7 @@ def check_options(
         fail(op, "dtype", "be float8_e4m3fn or float8_e5m2", dtype_name(dtype))
     for name, scale in scales.items():
         check_type(op, name, scale, (int, float), "a number")
-        if not -float("inf") < scale < float("inf"):
-            fail(op, name, "be finite", scale)
+        check_finite(op, name, scale)
     check_backend(op, backend)
 
 
@@ -238,6 +244,7 @@ def prepare_output(
     check_tensor(
         op, name, out, shape, {}, dtype=dtype, device=source.device, last_dim_contiguous=True
     )
+    check_apart(op, name, out)
     return out
 
 

@@ -8,6 +8,7 @@ import torch
 
 from mlacast.errors import check_tensor, fail
 from mlacast.ops.known_calls import PUBLIC, call_operator
+from mlacast.ops.overlap import check_apart
 from mlacast.ops.rope_quantize_fp8 import (
     Inputs,
     check_inputs,
@@ -177,6 +178,7 @@ def _check(
         check_tensor(
             op, argument, cache, dims, pages, dtype=dtype, device=device, last_dim_contiguous=True
         )
+        check_apart(op, argument, cache)
     scales = {"quant_scale_q": q_scale, "quant_scale_kv": kv_scale}
     check_options(op, pairing, dtype, scales, backend)
     names = ("kv_indices", "kv_indptr", "batch_indices", "positions")

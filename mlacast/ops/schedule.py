@@ -9,7 +9,7 @@ import torch
 from mlacast.descriptors.kv_format import KvFormat
 from mlacast.dispatch.arch import arch_of
 from mlacast.dispatch.select import load, requested_backend, select
-from mlacast.errors import check_type, fail
+from mlacast.errors import check_count, check_type, fail
 from mlacast.ops.layout import pool_features
 from mlacast.ops.output import D_V
 from mlacast.ops.query import MAX_HEADS
@@ -80,8 +80,7 @@ class SparseDecodeSchedule:
 def check_num_splits(op: str, num_splits: int) -> None:
     """Check a number of splits."""
     check_type(op, "num_splits", num_splits, int, "an int or None")
-    if num_splits < 1:
-        fail(op, "num_splits", "be at least 1", num_splits)
+    check_count(op, "num_splits", num_splits, least=1)
 
 
 def _device(device: torch.device | str | None) -> torch.device:
@@ -143,8 +142,7 @@ def plan_sparse_decode(
     """
     for name, value in (("s_q", s_q), ("h_q", h_q), ("topk", topk), ("extra_topk", extra_topk)):
         check_type(OP, name, value, int, "an int")
-        if value < 0:
-            fail(OP, name, "not be negative", value)
+        check_count(OP, name, value)
     if not 1 <= h_q <= MAX_HEADS:
         fail(OP, "h_q", f"be 1 to {MAX_HEADS}", h_q)
     check_type(OP, "kv_format", kv_format, KvFormat, "a mlacast.KvFormat such as KvFormat.V4")

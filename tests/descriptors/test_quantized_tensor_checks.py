@@ -175,6 +175,12 @@ def test_rows_that_do_not_fit() -> None:
         QuantizedTensor(codes(), None, Fp8Tensor(1.0), num_tokens=5)
     with pytest.raises(ValueError, match=r"^QuantizedTensor: row_start must .*got -1"):
         QuantizedTensor(codes(), None, Fp8Tensor(1.0), row_start=-1)
+    with pytest.raises(ValueError, match=r"^QuantizedTensor: row_start must be at most"):
+        QuantizedTensor(codes(), None, Fp8Tensor(1.0), row_start=2**63)
+    with pytest.raises(ValueError, match=r"^QuantizedTensor: total_tokens must be at most"):
+        QuantizedTensor(codes(), None, Fp8Tensor(1.0), total_tokens=10**30)
+    with pytest.raises(TypeError, match=r"^QuantizedTensor: total_tokens must be an int or None"):
+        QuantizedTensor(codes(), None, Fp8Tensor(1.0), total_tokens="6")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^QuantizedTensor: total_tokens must .*got 8"):
         QuantizedTensor(codes(), None, Fp8Tensor(1.0), row_start=3, total_tokens=8)
 

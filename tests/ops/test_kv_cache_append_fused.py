@@ -167,6 +167,7 @@ def _rope(rows: int = 3, **options: object) -> mlacast.Rope:
     [
         Rejection("eps_left_out", {"norm_eps": None}, "norm_eps", "given together", "None"),
         Rejection("eps_negative", {"norm_eps": -1.0}, "norm_eps", "not negative", "-1"),
+        Rejection("eps_past_float32", {"norm_eps": 10**400}, "norm_eps", "finite in float32"),
         Rejection("eps_is_true", {"norm_eps": True}, "norm_eps", "number", "bool", TypeError),
         Rejection("weight_of_448", {"norm_weight": torch.ones(448)}, "norm_weight", "512", "448"),
         Rejection(

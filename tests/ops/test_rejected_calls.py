@@ -35,6 +35,9 @@ QUERY = (
     Rejection(
         "sm_scale_is_none", {"sm_scale": None}, "sm_scale", "must be a", "NoneType", TypeError
     ),
+    Rejection("sm_scale_past_float32", {"sm_scale": -1e39}, "sm_scale", "finite in float32", "-1e"),
+    Rejection("sm_scale_past_float64", {"sm_scale": 10**400}, "sm_scale", "finite in float32"),
+    Rejection("eps_past_float32", {"q_norm_eps": 10**400}, "q_norm_eps", "finite in float32"),
     Rejection("sm_scale_is_true", {"sm_scale": True}, "sm_scale", "must be a", "bool", TypeError),
     Rejection("sink_of_three_heads", {"attn_sink": torch.zeros(3)}, "attn_sink", "h.*=2", r"\[3\]"),
     Rejection(

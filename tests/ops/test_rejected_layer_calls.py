@@ -118,6 +118,9 @@ PREFILL = (
     Rejection(
         "longest_as_float", {"max_seqlen_k": 4.0}, "max_seqlen_k", "an int", "float", TypeError
     ),
+    Rejection("longest_of_64_bits", {"max_seqlen_k": 2**63}, "max_seqlen_k", "at most", "2"),
+    Rejection("scale_past_float32", {"softmax_scale": 1e39}, "softmax_scale", "float32", "1e"),
+    Rejection("scale_past_float64", {"softmax_scale": 10**400}, "softmax_scale", "float32", "1"),
     Rejection("longest_negative", {"max_seqlen_q": -1}, "max_seqlen_q", "at least 0", "-1"),
     Rejection("scale_infinite", {"softmax_scale": float("inf")}, "softmax_scale", "finite", "inf"),
     Rejection(

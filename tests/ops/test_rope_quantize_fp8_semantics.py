@@ -204,6 +204,14 @@ WRONG = (
         r"\[3, 2, 512\]",
         r"\[3, 1, 512\]",
     ),
+    Rejection("scale_past_float32", {"q_scale": 10**400}, "q_scale", "finite in float32"),
+    Rejection(
+        "out_of_one_token_for_all",
+        {"q_rope_out": poisoned(1, 2, 64, dtype=torch.uint8).view(E4M3).expand(3, 2, 64)},
+        "q_rope_out",
+        "memory of its own",
+        r"\[0, 64, 1\]",
+    ),
     Rejection("unknown_backend", {"backend": "cuda"}, "backend", "'triton'", "'cuda'"),
 )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mlacast.errors import check_tensor, check_type, fail
+from mlacast.errors import check_finite, check_tensor, check_type, fail
 
 D_V = 512
 MAX_HEADS = 128
@@ -153,5 +153,4 @@ def check_bf16_out(
 
 def check_scale(op: str, argument: str, scale: float) -> None:
     """Raise ValueError unless a score scale is finite."""
-    if not -float("inf") < scale < float("inf"):
-        fail(op, argument, "be finite", scale)
+    check_finite(op, argument, scale)

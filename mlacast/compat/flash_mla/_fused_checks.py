@@ -28,7 +28,7 @@ from mlacast.compat.flash_mla.placement import (
     v41_placement,
 )
 from mlacast.descriptors.kv_format import KvFormat
-from mlacast.errors import check_choice, check_tensor, fail
+from mlacast.errors import check_choice, check_finite, check_tensor, fail
 from mlacast.ops.overlap import check_no_overlap
 
 PREFILL = "fused_norm_rope_attn_rope_cast.prefill"
@@ -68,8 +68,8 @@ def _check_query(op: str, call: FusedCall, sizes: dict[str, Any]) -> None:
         fail(op, "q", "be contiguous within a token", f"strides {list(q.stride())}", remedy)
     if call.n_wv_group < 1 or h_q % call.n_wv_group:
         fail(op, "n_wv_group", f"be positive and divide h_q={h_q}", call.n_wv_group)
-    if call.enable_q_norm and not 0.0 <= call.rms_norm_eps < float("inf"):
-        fail(op, "rms_norm_eps", "be finite and not negative", call.rms_norm_eps)
+    if call.enable_q_norm:
+        check_finite(op, "rms_norm_eps", call.rms_norm_eps, signed=False)
     check_tensor(
         op,
         "token_positions",

@@ -6,7 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from mlacast.errors import UnsupportedError, check_tensor, check_type, dtype_name, fail
+from mlacast.errors import (
+    UnsupportedError,
+    check_finite,
+    check_tensor,
+    check_type,
+    dtype_name,
+    fail,
+)
 
 Scale = float | torch.Tensor
 
@@ -29,8 +36,7 @@ def check_scales(op: str, host_only: str, **scales: Scale) -> None:
     for argument, scale in scales.items():
         if not isinstance(scale, torch.Tensor):
             check_type(op, argument, scale, (int, float), "a number or a float32 torch.Tensor")
-            if not -float("inf") < scale < float("inf"):
-                fail(op, argument, "be finite", scale)
+            check_finite(op, argument, scale)
             continue
         if scale.dtype != torch.float32:
             raise TypeError(

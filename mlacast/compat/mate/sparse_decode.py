@@ -17,7 +17,7 @@ from mlacast.compat.mate._checks import (
 )
 from mlacast.compat.mate.metadata import DecodeConfig, DecodeMetadata
 from mlacast.descriptors.kv_format import KvFormat
-from mlacast.errors import UnsupportedError, check_tensor, check_type, fail
+from mlacast.errors import UnsupportedError, check_finite, check_tensor, check_type, fail
 from mlacast.ops import value_checks
 from mlacast.ops.known_calls import more_than_launches
 from mlacast.ops.overlap import check_no_overlap
@@ -213,8 +213,7 @@ def _check_host_scale(argument: str, scale: object) -> None:
         )
     check_type(OP, argument, scale, (int, float), "a number")
     assert isinstance(scale, (int, float)), "check_type has refused others"
-    if not -float("inf") < scale < float("inf"):
-        fail(OP, argument, "be finite", scale)
+    check_finite(OP, argument, scale)
 
 
 def _refuse(**asked_for: bool) -> None:

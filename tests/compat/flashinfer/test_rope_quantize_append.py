@@ -208,6 +208,17 @@ def _heads() -> dict[str, Any]:
         ({"kv_indptr": torch.zeros(0, dtype=torch.int32)}, ValueError, "kv_indptr .*element"),
         ({"quant_scale_kv": torch.ones(1)}, TypeError, "quant_scale_kv must be a host scalar"),
         ({"k_nope": torch.zeros(2, 256, dtype=BF16)}, ValueError, "paged_kv_cache .*k_nope part"),
+        ({"quant_scale_q": 10**400}, ValueError, "quant_scale_q must be finite in float32"),
+        (
+            {
+                "paged_kv_cache": (
+                    _poisoned(1, 16, 512, dtype=E4M3).expand(2, 16, 512),
+                    _poisoned(2, 16, 64, dtype=E4M3),
+                )
+            },
+            ValueError,
+            "k_nope part.* must have each element in memory of its own",
+        ),
     ],
 )
 def test_errors_write_nothing(change: dict[str, Any], error: type[Exception], message: str) -> None:

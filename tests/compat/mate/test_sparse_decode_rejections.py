@@ -73,7 +73,13 @@ WRONG = (
         "bmm2_scale must be a number",
     ),
     Wrong("bmm1_text", "bmm1_scale", "1", TypeError, "bmm1_scale must be a number, got str"),
-    Wrong("bmm2_nan", "bmm2_scale", float("nan"), ValueError, "bmm2_scale must be finite, got nan"),
+    Wrong(
+        "bmm2_nan",
+        "bmm2_scale",
+        float("nan"),
+        ValueError,
+        "bmm2_scale must be finite in float32, got nan",
+    ),
     Wrong("sinks", "sinks", torch.zeros(3), UNSUPPORTED, "sinks must be None"),
     Wrong("sinks_listed", "sinks", [torch.zeros(3)], UNSUPPORTED, "sinks must be None"),
     Wrong(
