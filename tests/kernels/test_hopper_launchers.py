@@ -201,3 +201,32 @@ def test_scales_that_are_tensors_are_read_on_the_device(told: Told) -> None:
     assert (second["HAS_SM_SCALE"], second["HAS_V_SCALE"]) == (False, True)
     assert first["sm_scale_ptr"] is scale and second["v_scale_ptr"] is scale
     assert second["sm_scale"] == 0.1
+
+
+@pytest.mark.parametrize("step", [0, 7, 10**9])
+def test_copies_of_a_single_row_need_no_stride(step: int, told: Told) -> None:
+    """BC-31: what a tensor of one token carries as its token stride means nothing.
+
+    The copy engine refuses strides that are no multiples of 16 bytes.
+    """
+    flat = torch.zeros(4096, dtype=BF16)
+    q, k = (flat.as_strided((1, 2, 192), (step, 192, 1)) for _ in range(2))
+    v = flat.as_strided((1, 1, 128), (step, step, 1)).expand(1, 2, 128)
+    importlib.import_module(f"{SM90}.dense_mla_prefill").launch_dense_mla_prefill(
+        q,
+        k,
+        v.contiguous(),
+        cu_seqlens_q=torch.tensor([0, 1], dtype=INT32),
+        cu_seqlens_k=torch.tensor([0, 1], dtype=INT32),
+        max_seqlen_q=1,
+        max_seqlen_k=1,
+        softmax_scale=0.1,
+        causal=True,
+        out=mlacast.QuantizedTensor.empty(1, 1, 256, mlacast.Bf16()),
+        lse=torch.zeros(2, 1),
+    )
+    descriptors = [value for value in told[-1].values() if hasattr(value, "block_shape")]
+    assert len(descriptors) == 3
+    for descriptor in descriptors:
+        assert descriptor.strides[0] * 2 % 16 == 0
+        assert descriptor.strides[0] >= descriptor.shape[1]
