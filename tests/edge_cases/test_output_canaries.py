@@ -126,3 +126,48 @@ def test_lse_and_max_logits_are_fresh_and_contiguous(backend: str) -> None:
     for tensor in (max_logits, lse):
         assert tensor.is_contiguous() and tensor.shape == (3, 2)
     assert lse.data_ptr() != max_logits.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dtype"),
+    [(4, torch.bfloat16), (6, torch.bfloat16), (5, torch.float16), (5, torch.float32)],
+    ids=["a_row_less", "a_row_more", "float16", "float32"],
+)
+def test_a_tensor_that_does_not_fit_keeps_its_bytes(
+    tokens: int, dtype: torch.dtype, backend: str
+) -> None:
+    q, kv = oracles.exact_queries(5, 2, 512), torch.randn(8, 512).bfloat16()
+    indices = torch.randint(0, 8, (5, 6), dtype=torch.int32)
+    out = torch.full((tokens, 2, 512), 3.0, dtype=dtype)
+    with pytest.raises(ValueError, match="sparse_mla_prefill: out must"):
+        mlacast.sparse_mla_prefill(q, kv, indices, sm_scale=0.02, out=out, backend=backend)
+    with pytest.raises(ValueError, match="sparse_mla_decode: out must"):
+        mlacast.sparse_mla_decode(
+            q,
+            kv.view(2, 4, 1, 512),
+            indices,
+            kv_format=mlacast.KvFormat.BF16,
+            sm_scale=0.02,
+            out=out,
+            backend=backend,
+        )
+    assert bool((out == 3.0).all())
+
+
+@pytest.mark.parametrize("tokens", [4, 6], ids=["a_row_less", "a_row_more"])
+@pytest.mark.parametrize("case", FAMILIES, ids=case_id)
+def test_a_range_that_does_not_fit_keeps_its_bytes(
+    case: FormatCase, tokens: int, backend: str
+) -> None:
+    q, kv = oracles.exact_queries(5, 2, 512), torch.randn(8, 512).bfloat16()
+    indices = torch.randint(0, 8, (5, 6), dtype=torch.int32)
+    buffer = poisoned_buffer(case, 9, 2, 512)
+    before = buffer_bytes(buffer)
+    with pytest.raises(
+        ValueError, match=rf"sparse_mla_prefill: out must have num_tokens=5.*{tokens}"
+    ):
+        mlacast.sparse_mla_prefill(
+            q, kv, indices, sm_scale=0.02, out=buffer[2 : 2 + tokens], backend=backend
+        )
+    for left, right in zip(before, buffer_bytes(buffer), strict=True):
+        assert left is None or right is None or torch.equal(left, right)
