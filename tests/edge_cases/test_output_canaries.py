@@ -171,3 +171,27 @@ def test_a_range_that_does_not_fit_keeps_its_bytes(
         )
     for left, right in zip(before, buffer_bytes(buffer), strict=True):
         assert left is None or right is None or torch.equal(left, right)
+
+
+@pytest.mark.parametrize("case", FAMILIES, ids=case_id)
+def test_a_range_of_who_knows_what_owns_no_padding(case: FormatCase, backend: str) -> None:
+    """The last rows of a buffer as raw tensors, without the total: what follows keeps its bytes.
+
+    Nobody knows whether these rows are the last, so only their own scales may change.
+    """
+    q, kv = oracles.exact_queries(3, 2, 512), torch.randn(8, 512).bfloat16()
+    indices = torch.randint(0, 8, (3, 6), dtype=torch.int32)
+    changed = []
+    for poison in (0x5A, 0xA5):
+        whole = poisoned_buffer(case, 9, 2, 512, poison)
+        swizzled = case.kind == "Nvfp4"
+        sf = whole.sf if whole.sf is None or swizzled else whole.sf[6:]
+        part = mlacast.QuantizedTensor(whole.data[6:], sf, whole.format, row_start=6)
+        assert part.total_tokens is None and not part.ends_buffer
+        mlacast.sparse_mla_prefill(q, kv, indices, sm_scale=0.02, out=part, backend=backend)
+        changed.append(buffer_bytes(whole)[1])
+    first, second = changed
+    if first is not None and second is not None:
+        scales = int((first == second).sum())
+        assert part.sf is not None
+        assert scales == 3 * (64 if swizzled else 2 * part.sf.shape[2] * 4)

@@ -82,10 +82,10 @@ OPS = (
     Fault(
         "overlap-boundary",
         "ops",
-        "neighbours that only touch count as overlapping",
+        "runs that only touch count as overlapping",
         "mlacast/ops/overlap.py",
-        "if first.stop <= second.start or second.stop <= first.start",
-        "if first.stop < second.start or second.stop < first.start",
+        "(after > 0) & (before_stops > others)",
+        "(after > 0) & (before_stops >= others)",
         ("tests/ops/test_overlap.py",),
     ),
     Fault(
@@ -122,7 +122,7 @@ OPS = (
         "mlacast/ops/output.py",
         "swizzled else stop + 1",
         "swizzled else stop",
-        ("tests/descriptors/test_quantized_tensor.py", "tests/edge_cases"),
+        ("tests/edge_cases/test_output_canaries.py",),
     ),
     Fault(
         "query-heads",
