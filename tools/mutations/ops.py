@@ -239,7 +239,7 @@ OPS = (
         "mlacast/ops/project_weights.py",
         'weight_order == "buffer" and out.format.order == "chunk32"',
         'weight_order == "buffer" and out.format.order == "chunk16"',
-        ("tests/ops/test_grouped_out_project_semantics.py",),
+        ("tests/ops/test_grouped_out_project_weights.py",),
     ),
     Fault(
         "gather-zero-tokens",
