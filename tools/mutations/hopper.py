@@ -1,4 +1,4 @@
-"""Faults in the bodies of the Hopper kernels, which only a GPU of that kind runs.
+"""Faults that only a GPU shows: in the bodies of the Hopper kernels, and in far addresses.
 
 Each names one small test, because compiling a variant takes longer than running it. None changes
 how roles wait for each other: that would hang and not fail.
@@ -258,5 +258,14 @@ HOPPER = (
         "x1 = _words_of(x_sf, x_step, zero + 1, STEPS)",
         "x1 = _words_of(x_sf, x_step, zero, STEPS)",
         (_PRODUCTS + "[mxfp8_head-words_32]",),
+    ),
+    Fault(
+        "attend-int32",
+        "sparse_mla_decode",
+        "page times stride is a product of 32 bits in the attention",
+        "mlacast/kernels/common/sparse_attention.py",
+        "slot = tl.where(valid, slot, 0).to(tl.int64)",
+        "slot = tl.where(valid, slot, 0)",
+        ("tests/gpu/test_big_offsets.py::test_slots_past_two_gigabytes[triton-1-V4]",),
     ),
 )
