@@ -1,4 +1,4 @@
-"""Edge cases from the field that need a device: graphs, streams, repeats; two devices at the end."""
+"""Edge cases from the field that need a device: graphs, streams and repeats."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_a_provided_buffer_equals_an_allocated_one(make: Any, fmt: mlacast.OutFo
 
 
 def test_a_mixed_step_replays_in_one_graph_with_other_inputs() -> None:
-    """BC-41: prefill and decode into one buffer, then the projection; captured with lengths of 1."""
+    """BC-41: prefill and decode into one buffer, then the projection, captured with lengths 1."""
     prefill, decode = prefill_step(5), decode_step(3)
     prefill.lengths.fill_(1)
     decode.lengths.fill_(1)

@@ -13,7 +13,7 @@ from tools.mutations.ops import OPS
 from tools.mutations.portable import PORTABLE
 from tools.mutations.reference import REFERENCE
 
-CPU = (
+CPU: tuple[Fault, ...] = (
     *FORMATS,
     *REFERENCE,
     *OPS,
@@ -23,6 +23,6 @@ CPU = (
     *COMPAT,
     *CALL_LOG,
 )
-CUDA = HOPPER
+CUDA: tuple[Fault, ...] = HOPPER
 
 __all__ = ["CPU", "CUDA", "Fault"]
