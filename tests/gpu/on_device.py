@@ -25,6 +25,7 @@ FUNCTIONS = (
     "sparse_mla_prefill",
     "sparse_mla_decode",
     "dense_mla_decode",
+    "dense_mla_prefill",
     "merge_attention_states",
     "kv_cache_append",
     "kv_cache_gather",

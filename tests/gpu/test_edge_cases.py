@@ -86,7 +86,9 @@ from tests.edge_cases.test_strided_inputs import (  # noqa: F401
     test_pages_of_one_token_with_an_odd_token_stride,
     test_the_page_stride_of_a_single_page_is_ignored,
     test_the_stride_of_a_query_axis_of_size_one_is_ignored,
+    test_the_stride_of_an_axis_of_size_one_is_ignored_by_dense_prefill,
     test_the_stride_of_the_single_kv_head_is_ignored,
+    test_the_strides_of_one_request_or_one_token_are_ignored_by_dense_decode,
 )
 from tests.edge_cases.test_swizzle_padding import (  # noqa: F401
     test_padding_is_zero_whatever_it_held,
