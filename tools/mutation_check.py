@@ -89,7 +89,7 @@ def first_failure(output: str) -> str:
 def run_tests(tree: Path, tests: Sequence[str], timeout: float) -> tuple[int, str]:
     """Run pytest in a copy of the repository: its exit status and what it said.
 
-    A run that takes too long counts as failed: the fault has made something wait for ever.
+    A run that takes too long, or whose process dies, counts as failed.
     """
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     # A changed source of the same size and second would be taken from the cache.
@@ -105,6 +105,9 @@ def run_tests(tree: Path, tests: Sequence[str], timeout: float) -> tuple[int, st
         )
     except subprocess.TimeoutExpired:
         return _FAILED, f"FAILED nothing within {timeout:.0f} s"
+    if done.returncode < 0:
+        # Memory that was written where none is may end the process.
+        return _FAILED, f"FAILED the process died of signal {-done.returncode}"
     return done.returncode, done.stdout + done.stderr
 
 

@@ -99,6 +99,12 @@ def test_a_fault_that_proves_nothing_is_called_broken(
     assert found.verdict == "broken" and reason in found.by
 
 
+def test_a_fault_that_ends_the_process_is_killed(tree: Path) -> None:
+    """Memory written where none is does not always leave a failing test behind."""
+    found = _try(_fault("a + b", "__import__('os').abort()", "test_sums.py"), tree)
+    assert found.verdict == "killed" and "signal" in found.by
+
+
 def test_tests_that_fail_without_a_fault_are_no_proof(tree: Path) -> None:
     (tree / "sums.py").write_text("def add(a, b):\n    return 0\n")
     fault = _fault("return 0", "return 1", "test_sums.py")
