@@ -3,6 +3,7 @@
 # make test-gpu  the GPU tests, on a machine with one
 # make fuzz   100,000 drawn calls on the CPU, with new seeds; no part of the gate
 # make test-triton-latest  the kernel tests with the newest triton; no part of the gate
+# make mutants  plant faults one at a time and see whether the tests notice; half an hour or more
 # make lint   only lint and types
 # make format rewrite the sources in the project's format
 # make clean  remove the environment and every build product
@@ -10,7 +11,7 @@
 # PYTHON=/path/to/python3 chooses the interpreter, JOBS=n the number of test processes.
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test test-gpu fuzz test-triton-latest lint format clean
+.PHONY: demo test test-gpu fuzz test-triton-latest mutants lint format clean
 
 # The first interpreter that can run everything; Python 3.10 only if there is nothing newer.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -46,6 +47,10 @@ fuzz: $(READY)
 test-triton-latest: $(READY)
 	@mkdir -p $(TMPDIR)
 	$(RUN) tools/triton_latest.py build/triton-latest
+
+mutants: $(READY)
+	@mkdir -p $(TMPDIR)
+	$(RUN) tools/mutation_check.py --jobs $(JOBS) --json build/mutants.json
 
 lint: $(READY)
 	$(RUN) -m ruff check .

@@ -20,8 +20,8 @@ def local_slots(
 
     Args:
         positions: [n] or [n, k] int32 or int64: positions of tokens in their request.
-        requests: [n] int32 or int64, 0 to B - 1: the row of ``block_table`` for each row of
-            ``positions``.
+        requests: [n] int32 or int64: the row of ``block_table`` for each row of ``positions``.
+            Rows outside the table, like the -1 of graph padding, keep nothing and are not read.
         block_table: [B, pages] int32: pages of each request in the cache of this rank, which hold
             the tokens that it keeps, one behind the other.
         page_size: Tokens of a page.
@@ -29,7 +29,8 @@ def local_slots(
 
     Returns:
         int64 like ``positions``: ``page * page_size + offset``, or -1 for tokens that other ranks
-        keep, negative positions, and positions past the pages of the request. No tokens give none.
+        keep, negative positions, positions past the pages of the request, and requests outside the
+        table. No tokens give none.
 
     Raises:
         TypeError: An argument is not of the Python type above.
@@ -54,7 +55,8 @@ def local_indices(
     Args:
         positions: [n, topk] int32 or int64: positions selected for each query token. Negative ones
             do not count.
-        requests: [n] int32 or int64: request of each query token.
+        requests: [n] int32 or int64: request of each query token. Nothing counts for one outside
+            the table.
         block_table: As in `local_slots`.
         page_size: Tokens of a page.
         shard: What this rank keeps.
@@ -115,13 +117,14 @@ def _slots(
     if page_size < 1:
         fail(op, "page_size", "be at least 1", page_size)
     check_type(op, "shard", shard, KvShard, "a mlacast.distributed.KvShard")
-    pages = block_table.shape[1]
-    if positions.numel() == 0 or pages == 0:
+    num_requests, pages = block_table.shape
+    if positions.numel() == 0 or pages == 0 or num_requests == 0:
         return torch.full_like(positions, -1, dtype=torch.int64)
     wide = positions.to(torch.int64)
     index = shard.local_index(wide)
     entry = index // page_size
-    here = (wide >= 0) & (shard.owner(wide) == shard.rank) & (entry < pages)
     rows = requests.to(torch.int64).view(-1, *[1] * (positions.dim() - 1))
-    page = block_table[rows, entry.clamp(0, pages - 1)].to(torch.int64)
+    known = (rows >= 0) & (rows < num_requests)
+    here = known & (wide >= 0) & (shard.owner(wide) == shard.rank) & (entry < pages)
+    page = block_table[rows.clamp(0, num_requests - 1), entry.clamp(0, pages - 1)].to(torch.int64)
     return torch.where(here & (page >= 0), page * page_size + index % page_size, -1)

@@ -20,7 +20,8 @@ def layout_features(
 
     Args:
         rows: Tensors whose rows, all dimensions but the last, should start at multiples of 16
-            elements, and the heads of a token within 2**31 of each other.
+            elements, and the heads of a token within 2**31 of each other. Strides of dimensions of
+            size 1 mean nothing and ask for nothing.
         group_features: Features of an output group; whole heads are multiples of 512.
         sm_scale: Score scale; one that is not above zero does not keep the order of the logits.
         caches: Paged caches whose pages should start at multiples of 16 bytes, with nothing between
@@ -29,16 +30,18 @@ def layout_features(
     """
     features = set()
     for tensor in rows:
-        steps = tensor.stride()[:-1]
+        steps = [tensor.stride(dim) for dim in range(tensor.dim() - 1) if tensor.shape[dim] > 1]
         if tensor.data_ptr() % 16 or any(step % 16 for step in steps):
             features.add("rows:unaligned")
-        if tensor.dim() == 3 and tensor.shape[1] * tensor.stride(1) >= 2**31:
+        heads = tensor.shape[1] if tensor.dim() == 3 else 1
+        if heads > 1 and heads * tensor.stride(1) >= 2**31:
             features.add("heads:far_apart")
     for cache in caches:
         if cache is None:
             continue
         apart = cache.shape[1] > 1 and cache.stride(1) != cache.shape[-1]
-        if apart or cache.data_ptr() % 16 or cache.stride(0) * cache.element_size() % 16:
+        step = cache.stride(0) * cache.element_size() if cache.shape[0] > 1 else 0
+        if apart or cache.data_ptr() % 16 or step % 16:
             features.add("rows:unaligned")
     if codes is not None and codes.element_size() == 1:
         apart = any(codes.stride(dim) % 4 for dim in (0, 1) if codes.shape[dim] > 1)
@@ -49,6 +52,21 @@ def layout_features(
     if not isinstance(sm_scale, torch.Tensor) and sm_scale <= 0.0:
         features.add("sm_scale:not_positive")
     return frozenset(features)
+
+
+def without_idle_strides(tensor: torch.Tensor) -> torch.Tensor:
+    """View the same elements with no stride that means nothing and would break an alignment.
+
+    Kernels learn from strides how their addresses are aligned, those of dimensions of size 1 too.
+    A tensor without such strides is returned itself: known calls recognise it.
+    """
+    strides = [
+        0 if size == 1 and step % 16 else step
+        for size, step in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    ]
+    if strides == list(tensor.stride()[:-1]):
+        return tensor
+    return tensor.as_strided(tensor.shape, (*strides, tensor.stride(-1)))
 
 
 def pool_features(kv_format: str, extra_kv_format: str | None) -> frozenset[str]:

@@ -59,6 +59,33 @@ def test_a_range_of_a_larger_buffer() -> None:
     assert head.total_tokens is None and not head.ends_buffer
 
 
+@pytest.mark.parametrize(
+    ("strides", "fits"),
+    [
+        # Groups inside of a token, with and without gaps.
+        ((1536, 512, 1), True),
+        ((1600, 520, 1), True),
+        # Tokens inside of a group.
+        ((512, 2048, 1), True),
+        # The second group of a token lies on the next token's first.
+        ((512, 512, 1), False),
+        ((512, 1024, 1), False),
+        # One element short.
+        ((1535, 512, 1), False),
+        ((512, 2047, 1), False),
+    ],
+)
+def test_rows_of_groups_may_lie_apart_but_not_on_each_other(
+    strides: tuple[int, int, int], fits: bool
+) -> None:
+    data = torch.zeros(8192, dtype=torch.bfloat16).as_strided((4, 3, 512), strides)
+    if fits:
+        assert QuantizedTensor(data, None, Bf16()).data is data
+    else:
+        with pytest.raises(ValueError, match=r"^QuantizedTensor: data must .*rows that do not ove"):
+            QuantizedTensor(data, None, Bf16())
+
+
 def test_nvfp4_range_needs_the_whole_swizzled_buffer() -> None:
     data = torch.zeros(6, 2, 256, dtype=torch.uint8)
     for rows, good in ((128, False), (256, True), (384, False)):

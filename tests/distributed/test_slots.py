@@ -83,6 +83,34 @@ def test_selections_are_packed_in_their_order() -> None:
                 assert indices[row].tolist() == wanted + [-1] * (9 - len(wanted))
 
 
+def test_requests_and_pages_outside_the_table_give_no_slot() -> None:
+    """BC-22, vllm-project/vllm#55637: a mapper read past the block table for stale request rows.
+
+    A table of 2 x 3, requests [0, 1, 2, -1] and positions up to ten pages on.
+    """
+    table = torch.tensor([[7, 2, 5], [3, 0, 1]], dtype=torch.int32)
+    positions = torch.arange(0, 10 * PAGE, 3, dtype=torch.int32).expand(4, -1)
+    for dtype in (torch.int32, torch.int64):
+        requests = torch.tensor([0, 1, 2, -1], dtype=dtype)
+        indices, counts = local_indices(positions, requests, table, PAGE, KvShard())
+        for request, row, count in zip([0, 1, 2, -1], indices.tolist(), counts, strict=True):
+            inside = range(0, 3 * PAGE, 3) if request in (0, 1) else ()
+            wanted = [int(table[request, at // PAGE]) * PAGE + at % PAGE for at in inside]
+            assert count == len(wanted)
+            assert row == wanted + [-1] * (len(row) - len(wanted))
+        slots = local_slots(positions, requests, table, PAGE, KvShard())
+        assert bool((slots[2:] == -1).all()) and bool((slots[:2, :4] >= 0).all())
+        extremes = torch.tensor([2**31 - 1, -(2**31)], dtype=torch.int32).to(dtype)
+        nowhere = local_slots(torch.zeros(2).to(dtype), extremes, table, PAGE, KvShard())
+        assert nowhere.tolist() == [-1, -1]
+
+
+def test_a_table_without_requests() -> None:
+    none = torch.zeros(0, 3, dtype=torch.int32)
+    padding = torch.tensor([-1], dtype=torch.int32)
+    assert local_slots(padding + 1, padding, none, PAGE, KvShard()).tolist() == [-1]
+
+
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
 def test_nothing_selected(shape: tuple[int, int]) -> None:
     positions = torch.zeros(shape, dtype=torch.int32)

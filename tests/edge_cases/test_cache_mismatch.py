@@ -54,9 +54,11 @@ def test_every_packed_format_states_its_own_size(layout: RecordLayout) -> None:
         _decode(cache, mlacast.KvFormat.from_name(layout.name), layout.d_qk)
 
 
-def test_two_kv_heads_are_refused() -> None:
-    cache = torch.zeros(2, 4, 2, 584, dtype=torch.uint8)
-    with pytest.raises(ValueError, match=r"sparse_mla_decode: k_cache must .*got .*2"):
+@pytest.mark.parametrize("page_size", [4, 1])
+def test_two_kv_heads_are_refused(page_size: int) -> None:
+    """Also where pages have one token, so that no stride gives the second head away."""
+    cache = torch.zeros(2, page_size, 2, 584, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"sparse_mla_decode: k_cache must have h_kv = 1.*got"):
         _decode(cache, mlacast.KvFormat.V4)
 
 

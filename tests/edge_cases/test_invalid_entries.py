@@ -128,14 +128,19 @@ def test_prefill_ignores_whatever_is_past_topk_length(rows: int, backend: str) -
     oracles.assert_matches(out[:3], lse[:3], oracle)
 
 
-@pytest.mark.parametrize("num_splits", [1, 2, 4])
-def test_decode_ignores_whatever_is_past_either_length(num_splits: int, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("num_splits", "rows"), [(1, 3), (2, 3), (4, 3), (1, 64), (2, 65), (1, 128)]
+)
+def test_decode_ignores_whatever_is_past_either_length(
+    num_splits: int, rows: int, backend: str
+) -> None:
     """BC-03, flashinfer-ai/flashinfer#5095, for the primary and the extra list at once."""
     cache = _rows_with_loud_tail().view(16, 4, 1, 512)
-    q = oracles.exact_queries(3, 2, 512)
-    lengths, extra_lengths = lengths_of(5, 0, 64), lengths_of(0, 7, 33)
-    base = torch.randint(2, 64, (3, 64), dtype=torch.int32)
-    base[0, 1], base[0, 3] = -1, -1
+    q = oracles.exact_queries(rows, 2, 512)
+    lengths = lengths_of(*([5, 0, 64] * rows)[:rows])
+    extra_lengths = lengths_of(*([0, 7, 33] * rows)[:rows])
+    base = torch.randint(2, 64, (rows, 64), dtype=torch.int32)
+    base[:, 1], base[:, 3] = -1, -1
     column = torch.arange(64).unsqueeze(0)
 
     def run(tail: int, extra_tail: int) -> tuple[Tensor, ...]:

@@ -126,3 +126,72 @@ def test_lse_and_max_logits_are_fresh_and_contiguous(backend: str) -> None:
     for tensor in (max_logits, lse):
         assert tensor.is_contiguous() and tensor.shape == (3, 2)
     assert lse.data_ptr() != max_logits.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dtype"),
+    [(4, torch.bfloat16), (6, torch.bfloat16), (5, torch.float16), (5, torch.float32)],
+    ids=["a_row_less", "a_row_more", "float16", "float32"],
+)
+def test_a_tensor_that_does_not_fit_keeps_its_bytes(
+    tokens: int, dtype: torch.dtype, backend: str
+) -> None:
+    q, kv = oracles.exact_queries(5, 2, 512), torch.randn(8, 512).bfloat16()
+    indices = torch.randint(0, 8, (5, 6), dtype=torch.int32)
+    out = torch.full((tokens, 2, 512), 3.0, dtype=dtype)
+    with pytest.raises(ValueError, match="sparse_mla_prefill: out must"):
+        mlacast.sparse_mla_prefill(q, kv, indices, sm_scale=0.02, out=out, backend=backend)
+    with pytest.raises(ValueError, match="sparse_mla_decode: out must"):
+        mlacast.sparse_mla_decode(
+            q,
+            kv.view(2, 4, 1, 512),
+            indices,
+            kv_format=mlacast.KvFormat.BF16,
+            sm_scale=0.02,
+            out=out,
+            backend=backend,
+        )
+    assert bool((out == 3.0).all())
+
+
+@pytest.mark.parametrize("tokens", [4, 6], ids=["a_row_less", "a_row_more"])
+@pytest.mark.parametrize("case", FAMILIES, ids=case_id)
+def test_a_range_that_does_not_fit_keeps_its_bytes(
+    case: FormatCase, tokens: int, backend: str
+) -> None:
+    q, kv = oracles.exact_queries(5, 2, 512), torch.randn(8, 512).bfloat16()
+    indices = torch.randint(0, 8, (5, 6), dtype=torch.int32)
+    buffer = poisoned_buffer(case, 9, 2, 512)
+    before = buffer_bytes(buffer)
+    with pytest.raises(
+        ValueError, match=rf"sparse_mla_prefill: out must have num_tokens=5.*{tokens}"
+    ):
+        mlacast.sparse_mla_prefill(
+            q, kv, indices, sm_scale=0.02, out=buffer[2 : 2 + tokens], backend=backend
+        )
+    for left, right in zip(before, buffer_bytes(buffer), strict=True):
+        assert left is None or right is None or torch.equal(left, right)
+
+
+@pytest.mark.parametrize("case", FAMILIES, ids=case_id)
+def test_a_range_of_who_knows_what_owns_no_padding(case: FormatCase, backend: str) -> None:
+    """The last rows of a buffer as raw tensors, without the total: what follows keeps its bytes.
+
+    Nobody knows whether these rows are the last, so only their own scales may change.
+    """
+    q, kv = oracles.exact_queries(3, 2, 512), torch.randn(8, 512).bfloat16()
+    indices = torch.randint(0, 8, (3, 6), dtype=torch.int32)
+    changed = []
+    for poison in (0x5A, 0xA5):
+        whole = poisoned_buffer(case, 9, 2, 512, poison)
+        swizzled = case.kind == "Nvfp4"
+        sf = whole.sf if whole.sf is None or swizzled else whole.sf[6:]
+        part = mlacast.QuantizedTensor(whole.data[6:], sf, whole.format, row_start=6)
+        assert part.total_tokens is None and not part.ends_buffer
+        mlacast.sparse_mla_prefill(q, kv, indices, sm_scale=0.02, out=part, backend=backend)
+        changed.append(buffer_bytes(whole)[1])
+    first, second = changed
+    if first is not None and second is not None:
+        scales = int((first == second).sum())
+        assert part.sf is not None
+        assert scales == 3 * (64 if swizzled else 2 * part.sf.shape[2] * 4)

@@ -5,10 +5,21 @@ Source: deepseek-ai/TileKernels#15, sgl-project/sglang#36237 (caller-provided bu
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
 import mlacast
+from tests.ops.rejections import (
+    Arguments,
+    good_decode,
+    good_dense,
+    good_dense_prefill,
+    good_prefill,
+    good_v_up,
+)
 
 BF16 = torch.bfloat16
 
@@ -54,3 +65,45 @@ def test_columns_of_every_head_are_told_apart() -> None:
     assert bool((wide == 1.0).all())
     with pytest.raises(ValueError, match="must not share memory with q"):
         call(wide[:, :, 256:768], wide[:, :, 512:])
+
+
+GOOD: dict[str, Callable[[], Arguments]] = {
+    "sparse_mla_prefill": good_prefill,
+    "sparse_mla_decode": good_decode,
+    "dense_mla_decode": good_dense,
+    "dense_mla_prefill": good_dense_prefill,
+    "v_up_project": good_v_up,
+}
+
+
+def _inside(memory: Tensor, like: Tensor) -> Tensor:
+    """A tensor of the shape and dtype of ``like`` at the start of ``memory``, bytes."""
+    flat = memory.view(like.dtype)
+    return flat.as_strided(like.shape, like.stride())
+
+
+def _inputs(arguments: Arguments) -> list[str]:
+    tensors = [name for name, value in arguments.items() if isinstance(value, Tensor)]
+    rope = ["rope.cos_sin_cache", "rope.positions"] if arguments.get("rope") else []
+    return [name for name in tensors if name != "out"] + rope
+
+
+@pytest.mark.parametrize(
+    ("op", "name"), [(op, name) for op, good in GOOD.items() for name in _inputs(good())]
+)
+def test_no_input_may_lie_in_the_output(op: str, name: str) -> None:
+    """Every tensor argument in turn starts where the output does."""
+    arguments = GOOD[op]()
+    memory = torch.full((1 << 20,), 0x5A, dtype=torch.uint8)
+    arguments["out"] = _inside(memory, arguments["out"])
+    if name.startswith("rope."):
+        rope = arguments["rope"]
+        parts = {"cos_sin_cache": rope.cos_sin_cache, "positions": rope.positions}
+        part = name.removeprefix("rope.")
+        parts[part] = _inside(memory, parts[part])
+        arguments["rope"] = mlacast.Rope(**parts, pairing=rope.pairing)
+    else:
+        arguments[name] = _inside(memory, arguments[name])
+    with pytest.raises(ValueError, match=rf"^{op}: out must not share memory with {name},"):
+        getattr(mlacast, op)(**arguments)
+    assert bool((memory == 0x5A).all())

@@ -18,24 +18,40 @@ INTERLEAVED = {0: -1.0, 1: 0.0, 2: -3.0, 31: 30.0, 32: -33.0, 63: 62.0}
 HALF = {0: -32.0, 1: -33.0, 2: -34.0, 31: -63.0, 32: 0.0, 63: 31.0}
 
 
-@pytest.mark.parametrize("width", [512, 576])
-@pytest.mark.parametrize(("pairing", "expected"), [("interleaved", INTERLEAVED), ("half", HALF)])
-def test_the_pairing_asked_for_is_the_pairing_used(
-    pairing: str, expected: dict[int, float], width: int, backend: str
-) -> None:
-    """BC-12, sgl-project/sglang#30342: one-hot keys read back the elements of the rotated query
-    through the LSE.
-    """
+def read_back_rotated_elements(pairing: str, width: int, op: str, backend: str) -> list[float]:
+    """What one-hot keys read of the rotated query through the LSE, for ``ELEMENTS``."""
     table = torch.cat((torch.zeros(1, 32), torch.ones(1, 32)), 1)
     q = torch.zeros(len(ELEMENTS), 1, width, dtype=torch.bfloat16)
     q[:, 0, width - 64 :] = torch.arange(64)
     keys = one_hot_rows(len(ELEMENTS), width, *(width - 64 + element for element in ELEMENTS))
     indices = torch.arange(len(ELEMENTS), dtype=torch.int32).unsqueeze(1)
     rope = mlacast.Rope(table, torch.zeros(len(ELEMENTS), dtype=torch.int32), pairing=pairing)
-    _, _, lse = mlacast.sparse_mla_prefill(
-        q, keys, indices, sm_scale=0.5, rope=rope, backend=backend
-    )
-    assert (lse.flatten() / 0.5).tolist() == [expected[element] for element in ELEMENTS]
+    if op == "prefill":
+        _, _, lse = mlacast.sparse_mla_prefill(
+            q, keys, indices, sm_scale=0.5, rope=rope, backend=backend
+        )
+    else:
+        _, lse = mlacast.sparse_mla_decode(
+            q,
+            keys.view(2, 3, 1, width),
+            indices,
+            kv_format=mlacast.KvFormat.BF16,
+            sm_scale=0.5,
+            rope=rope,
+            backend=backend,
+        )
+    return [float(element) for element in lse.flatten() / 0.5]
+
+
+@pytest.mark.parametrize("op", ["prefill", "decode"])
+@pytest.mark.parametrize("width", [512, 576])
+@pytest.mark.parametrize(("pairing", "expected"), [("interleaved", INTERLEAVED), ("half", HALF)])
+def test_the_pairing_asked_for_is_the_pairing_used(
+    pairing: str, expected: dict[int, float], width: int, op: str, backend: str
+) -> None:
+    """BC-12, sgl-project/sglang#30342: a kernel hard-coded one pairing of the elements."""
+    found = read_back_rotated_elements(pairing, width, op, backend)
+    assert found == [expected[element] for element in ELEMENTS]
 
 
 @pytest.mark.parametrize("pairing", ["interleaved", "half"])

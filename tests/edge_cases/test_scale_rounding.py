@@ -24,22 +24,21 @@ def _next_float32(value: float) -> float:
     return float(torch.nextafter(torch.tensor(value), torch.tensor(math.inf)))
 
 
-@pytest.mark.parametrize(
-    ("amax", "byte"),
-    [
-        (448.0, 127),
-        (3.5, 120),
-        (7.0, 121),
-        (0.875, 118),
-        (448.0 * 2.0**-20, 107),
-        (3.0, 120),
-        (449.0, 128),
-        (_next_float32(448.0), 128),
-        (458752.0, 137),
-        (_next_float32(458752.0), 138),
-    ],
-    ids=lambda value: f"{value:.9g}",
-)
+EXPONENTS = [
+    (448.0, 127),
+    (3.5, 120),
+    (7.0, 121),
+    (0.875, 118),
+    (448.0 * 2.0**-20, 107),
+    (3.0, 120),
+    (449.0, 128),
+    (_next_float32(448.0), 128),
+    (458752.0, 137),
+    (_next_float32(458752.0), 138),
+]
+
+
+@pytest.mark.parametrize(("amax", "byte"), EXPONENTS, ids=lambda value: f"{value:.9g}")
 @pytest.mark.parametrize("sign", [1.0, -1.0], ids=["plus", "minus"])
 @pytest.mark.parametrize("group", [128, 64, 32])
 def test_exponent_bytes_at_and_beside_powers_of_two(

@@ -170,3 +170,60 @@ def test_a_strided_last_axis_is_supported_or_refused(backend: str) -> None:
         assert "sparse_mla_prefill: q must" in str(error) and "stride" in str(error)
         return
     _assert_same(result, expected)
+
+
+@pytest.mark.parametrize("stride", [0, 7, 10**9])
+@pytest.mark.parametrize("axis", ["request", "token"])
+def test_the_strides_of_one_request_or_one_token_are_ignored_by_dense_decode(
+    axis: str, stride: int, backend: str
+) -> None:
+    flat = oracles.exact_queries(3 * 2 * 512)
+    shape, strides = (
+        ((1, 3, 2, 512), (stride, 1024, 512, 1))
+        if axis == "request"
+        else ((3, 1, 2, 512), (1024, stride, 512, 1))
+    )
+    cache = torch.randn(4, 4, 1, 512).bfloat16()
+    wide = torch.full((shape[0], 6), 2**31 - 1, dtype=torch.int32)
+    wide[:, 1:4] = torch.randint(0, 4, (shape[0], 3), dtype=torch.int32)
+    lengths = torch.tensor([[11, 0], [5, 0], [1, 0]], dtype=torch.int32)[: shape[0], 0]
+
+    def run(q: Tensor, table: Tensor, seq_lens: Tensor) -> Any:
+        return mlacast.dense_mla_decode(
+            q,
+            cache,
+            table,
+            seq_lens,
+            kv_format=mlacast.KvFormat.BF16,
+            sm_scale=SM_SCALE,
+            backend=backend,
+        )
+
+    expected = run(flat.view(shape), wide[:, 1:4].contiguous(), lengths.contiguous())
+    _assert_same(run(flat.as_strided(shape, strides), wide[:, 1:4], lengths), expected)
+
+
+@pytest.mark.parametrize("stride", [0, 7, 10**9])
+@pytest.mark.parametrize("axis", ["token", "head"])
+def test_the_stride_of_an_axis_of_size_one_is_ignored_by_dense_prefill(
+    axis: str, stride: int, backend: str
+) -> None:
+    flat = torch.randn(3 * 192).bfloat16()
+    tokens, heads = (1, 3) if axis == "token" else (3, 1)
+    strides = (stride, 192, 1) if axis == "token" else (192, stride, 1)
+    shape = (tokens, heads, 192)
+    bounds = torch.tensor([0, tokens], dtype=torch.int32)
+
+    def run(q: Tensor) -> Any:
+        return mlacast.dense_mla_prefill(
+            q,
+            q,
+            q[..., :128],
+            cu_seqlens_q=bounds,
+            cu_seqlens_k=bounds,
+            max_seqlen_q=tokens,
+            max_seqlen_k=tokens,
+            backend=backend,
+        )
+
+    _assert_same(run(flat.as_strided(shape, strides)), run(flat.view(shape)))

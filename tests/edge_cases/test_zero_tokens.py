@@ -6,7 +6,9 @@ to do.
 
 from __future__ import annotations
 
+import importlib
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -176,3 +178,64 @@ def test_quantize_without_tokens(case: FormatCase, backend: str) -> None:
     out = mlacast.quantize_output(torch.empty(0, 1024), case.build(), num_groups=2, backend=backend)
     assert len(out) == 0
     assert out.dequantize().shape == (0, 2, 512)
+
+
+def _rows(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16)
+
+
+BF16_CACHE = mlacast.KvFormat.BF16
+BOUNDS = torch.zeros(2, dtype=torch.int32)
+WITHOUT_TOKENS: dict[str, Callable[[], object]] = {
+    "sparse_mla_prefill": lambda: mlacast.sparse_mla_prefill(
+        _rows(0, 2, 512), _rows(4, 512), _no_indices(3), sm_scale=1.0
+    ),
+    "sparse_mla_decode": lambda: mlacast.sparse_mla_decode(
+        _rows(0, 2, 512), _rows(2, 4, 1, 512), _no_indices(3), kv_format=BF16_CACHE, sm_scale=1.0
+    ),
+    "dense_mla_decode": lambda: mlacast.dense_mla_decode(
+        _rows(0, 1, 2, 512),
+        _rows(2, 4, 1, 512),
+        _no_indices(2),
+        NO_LENGTHS,
+        kv_format=BF16_CACHE,
+        sm_scale=1.0,
+    ),
+    "dense_mla_prefill": lambda: mlacast.dense_mla_prefill(
+        _rows(0, 2, 192),
+        _rows(0, 2, 192),
+        _rows(0, 2, 128),
+        cu_seqlens_q=BOUNDS,
+        cu_seqlens_k=BOUNDS,
+        max_seqlen_q=0,
+        max_seqlen_k=0,
+    ),
+    "merge_attention_states": lambda: mlacast.merge_attention_states(
+        [_rows(0, 2, 512)] * 2, [torch.empty(2, 0)] * 2
+    ),
+    "v_up_project": lambda: mlacast.v_up_project(_rows(0, 2, 512), _rows(2, 512, 128)),
+    "quantize_output": lambda: mlacast.quantize_output(_rows(0, 1024), mlacast.Mxfp8()),
+    "kv_cache_append": lambda: mlacast.kv_cache_append(
+        _rows(0, 512), NO_LENGTHS, _rows(2, 4, 1, 512), BF16_CACHE
+    ),
+    "rope_quantize_fp8": lambda: mlacast.rope_quantize_fp8(
+        _rows(0, 2, 64), _rows(0, 64), None, None, torch.zeros(3, 64), NO_LENGTHS
+    ),
+    "grouped_out_project": lambda: mlacast.grouped_out_project(
+        mlacast.QuantizedTensor.empty(0, 2, 512, mlacast.Mxfp8()), _rows(2, 8, 512)
+    ),
+    "quantized_linear": lambda: mlacast.quantized_linear(
+        mlacast.QuantizedTensor.empty(0, 2, 512, mlacast.Mxfp8()), _rows(8, 1024)
+    ),
+}
+
+
+@pytest.mark.parametrize("op", WITHOUT_TOKENS)
+def test_no_kernel_is_asked_for_without_tokens(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grid of no blocks is an error of the device, for which a later call gets the blame."""
+
+    def refuse(target: str) -> None:
+        raise AssertionError(f"{target} would be launched")
+
+    monkeypatch.setattr(importlib.import_module(f"mlacast.ops.{op}"), "load", refuse)
+    WITHOUT_TOKENS[op]()

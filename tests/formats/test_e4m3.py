@@ -103,6 +103,7 @@ def test_values_below_the_maximum() -> None:
 
 
 def test_bytes_do_not_depend_on_the_cast_of_the_build(cast_gives_nan_above_448: None) -> None:
+    """BC-18, pytorch/ao#1912: casts of other builds give NaN where this one saturates."""
     values = [447.0, 448.0, 448.00003, 464.0, 465.0, 1000.0, 1e38, INF]
     codes = encode_e4m3(floats([*values, *(-value for value in values)]))
     assert codes.tolist() == [0x7E] * 8 + [0xFE] * 8

@@ -85,7 +85,7 @@ def _options(case: Case) -> dict[str, Any]:
     return {
         "sm_scale": SM_SCALE,
         "attn_sink": sink,
-        "q_norm_eps": 1e-6 if case.norm else None,
+        "q_norm_eps": 0.75 if case.norm else None,
         "rope": rope,
         "q_order": case.order,
     }

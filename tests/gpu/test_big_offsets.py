@@ -46,7 +46,7 @@ def _prefill_inputs(heads: int) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("name", ["V4", "V32", "V41", "V41_FP4", "FP8", "BF16"])
 @pytest.mark.parametrize("num_splits", [1, 2])
 def test_slots_past_two_gigabytes(name: str, num_splits: int, memory: Tensor) -> None:
-    """The pages of a small cache are copied to the start, both sides of 2**31 and the end."""
+    """BC-23: pages of a small cache at the start, on both sides of 2**31 and at the end."""
     width = 576 if name in ("V32", "FP8", "BF16") else 512
     small = CacheCase(name, width).fill(num_pages=4, page_size=64, slots=range(256))
     compact = copy_storage(small.cache)

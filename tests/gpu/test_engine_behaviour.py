@@ -63,7 +63,7 @@ def test_a_provided_buffer_equals_an_allocated_one(make: Any, fmt: mlacast.OutFo
 
 
 def test_a_mixed_step_replays_in_one_graph_with_other_inputs() -> None:
-    """Prefill and decode into one buffer, then the projection; captured with every length 1."""
+    """BC-41: prefill and decode into one buffer, then the projection, captured with lengths 1."""
     prefill, decode = prefill_step(5), decode_step(3)
     prefill.lengths.fill_(1)
     decode.lengths.fill_(1)
@@ -126,7 +126,7 @@ def test_fullgraph_compile_with_changing_token_counts() -> None:
 
 @BOTH
 def test_work_is_on_the_current_stream(make: Any) -> None:
-    """A slow producer writes the query on a side stream, and nobody waits by hand."""
+    """BC-43: a slow producer writes the query on a side stream, and nobody waits by hand."""
     step = make(6)
     wanted = step.q.clone()
     expected = step.run(out_format=CHUNK32)

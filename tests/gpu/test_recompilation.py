@@ -1,5 +1,8 @@
 """After warm-up no change of sizes, lengths or alignment compiles anything.
 
+BC-49, vllm-project/vllm-ascend#14324: 1 to 64 tokens, up to 40 pages, lists of 16 to 64 and others,
+indices sliced at any offset.
+
 Instead of compiling, a new variant raises here, with the arguments that made it new.
 """
 
@@ -135,11 +138,13 @@ def _changed_calls(make: Callable[..., Step], change: str) -> Iterator[tuple[Ste
     """Calls that differ from the warm-up in one respect, and where they write."""
     fresh = {"out_format": FORMAT}
     if change == "tokens":
-        yield from ((make(tokens, heads=HEADS), fresh) for tokens in (2, 3, 15, 17, 32, 64))
+        yield from ((make(tokens, heads=HEADS), fresh) for tokens in range(1, 65))
     elif change == "topk":
-        yield from ((make(16, heads=HEADS, topk=k), fresh) for k in (1, 16, 17, 33, 64, 151))
+        yield from (
+            (make(16, heads=HEADS, topk=k), fresh) for k in (1, 16, 17, 32, 33, 48, 64, 151)
+        )
     elif change == "pages":
-        for pages in (1, 3, 16, 33):
+        for pages in (1, *range(3, 41)):
             yield _more_pages(make(16, heads=HEADS), pages), fresh
     elif change == "alignment of indices":
         for by in (0, 1, 2, 3):

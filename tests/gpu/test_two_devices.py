@@ -1,4 +1,7 @@
-"""Tensors on the second GPU while the first is current: the device guard of every launch."""
+"""Tensors on the second GPU while the first is current: the device guard of every launch.
+
+BC-45, deepseek-ai/FlashMLA#158: properties of the wrong device, launches on the wrong device.
+"""
 
 from __future__ import annotations
 
@@ -99,6 +102,42 @@ def test_work_is_on_the_current_stream_of_the_device_of_the_inputs() -> None:
             result = step.run(out_format=MXFP8)
         side.synchronize()
         assert all(torch.equal(a, b) for a, b in zip(_bytes(result), expected, strict=True))
+
+
+def test_50_calls_in_turn() -> None:
+    first = decode_step(5)
+    steps = (first, _step_on_other(first))
+    torch.cuda.set_device(0)
+    expected = _bytes(first.run(out_format=MXFP8))
+    for _ in range(50):
+        for step in steps:
+            found = _bytes(step.run(out_format=MXFP8))
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.parametrize("make", [prefill_step, decode_step])
+def test_a_graph_of_the_other_device(make: Callable[..., Step]) -> None:
+    """Captured and replayed on the second GPU's stream while the first GPU is current."""
+    step = _step_on_other(make(6))
+    torch.cuda.set_device(0)
+    expected = _bytes(step.run())
+    side = torch.cuda.Stream(OTHER)  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream(OTHER))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(side):
+        step.run()
+        graph.capture_begin()
+        torch.cuda.set_device(0)
+        captured = step.run()
+        assert torch.cuda.current_device() == 0
+        torch.cuda.set_device(OTHER)
+        graph.capture_end()
+        for part in captured:
+            part.fill_(7)
+        graph.replay()
+    side.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(_bytes(captured), expected, strict=True))
 
 
 def test_a_call_on_two_devices_is_an_error() -> None:

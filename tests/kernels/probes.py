@@ -18,6 +18,7 @@ from mlacast.kernels.common.numbers import (
     encode_e4m3,
     encode_ue8m0,
 )
+from mlacast.kernels.common.record_places import record_places
 from mlacast.kernels.common.store import store_output
 from mlacast.kernels.common.targets import store_target
 
@@ -48,6 +49,35 @@ def apply_helper(helper: str, x: Tensor) -> Tensor:
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     block = 1024
     _number_kernel[(triton.cdiv(x.shape[0], block),)](x, out, x.shape[0], helper, block)
+    return out
+
+
+@triton.jit
+def _places_kernel(
+    slots_ptr,
+    out_ptr,
+    page_size,
+    stride_page,
+    N: tl.constexpr,
+    INLINE: tl.constexpr,
+    DATA: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    """Places of N slots, the data's and the scales', as int64 [2, N]. One program."""
+    at = tl.arange(0, N)
+    slot = tl.load(slots_ptr + at)
+    data, scale = record_places(slot, slot >= 0, page_size, stride_page, INLINE, DATA, SCALE)
+    tl.store(out_ptr + at, data)
+    tl.store(out_ptr + N + at, scale)
+
+
+def record_places_of(
+    slots: Tensor, page_size: int, stride_page: int, inline: bool, data: int, scale: int
+) -> Tensor:
+    """int64 [2, n]: where the data and the scales of n slots begin, n a power of two."""
+    count = slots.shape[0]
+    out = torch.empty(2, count, dtype=torch.int64)
+    _places_kernel[(1,)](slots, out, page_size, stride_page, count, inline, data, scale)
     return out
 
 

@@ -230,6 +230,7 @@ def test_a_repeated_call_launches_what_triton_launches(
 def test_any_order_of_calls_runs_the_variants_that_triton_picks(
     name: str, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """BC-49, on a GPU that is none: the counting hook sees the same variants in any order."""
     call, make = CALLS[name]
     calls = [make(shape) for shape in (*SHAPES, *reversed(SHAPES))]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor
 
 import mlacast
+from mlacast.kernels.common.combine_splits import combine_splits
+from mlacast.kernels.common.launch import Launches
+from mlacast.kernels.common.targets import store_target
 from tests import oracles
 from tests.cache_writers import FilledCache
 from tests.format_cases import FAMILIES, MXFP8_CHUNK32, FormatCase, case_id
@@ -173,7 +177,7 @@ def test_splits_of_two_pools_with_every_option(
         heads,
         num_splits,
         attn_sink=launches.sinks(heads),
-        q_norm_eps=1e-6,
+        q_norm_eps=0.75,
         rope=mlacast.Rope(launches.unit_table(9), launches.POSITIONS, pairing),
         q_order=order,
     )
@@ -252,6 +256,43 @@ def test_many_rows_are_merged_like_few(monkeypatch: pytest.MonkeyPatch) -> None:
         results.append((buffer, lse))
     store_cases.assert_same_storages(results[1][0], results[0][0])
     assert oracles.same_bits(results[1][1], results[0][1])
+
+
+def test_more_splits_than_are_read_at_a_time() -> None:
+    """Split 50 of 70 has the largest maximum; some saw no key, and of one row none did.
+
+    Relative to another maximum its weight would not be a float32.
+    """
+    splits, tokens, heads = 70, 2, 3
+    outs = torch.randn(splits, tokens, heads, 512)
+    maxima, sums = torch.randn(splits, tokens, heads) * 3, torch.rand(splits, tokens, heads) + 0.5
+    maxima[50] += 300
+    maxima[::7], sums[::7], outs[::7] = -float("inf"), 0.0, 0.0
+    maxima[:, 1, 2], sums[:, 1, 2], outs[:, 1, 2] = -float("inf"), 0.0, 0.0
+    lse = torch.full((tokens, heads), launches.POISON)
+    buffer = launches.float32_buffer(tokens, heads)
+    target = store_target(buffer)
+    combine_splits(
+        Launches(lse.device, target),
+        [outs, maxima, sums],
+        [lse, lse, 0, 0, lse, 0, lse],
+        target,
+        tokens,
+        heads,
+        splits,
+        512,
+        HAS_ROPE=False,
+        HALF_PAIRING=False,
+        HAS_SINK=False,
+    )
+    base = maxima.double().amax(0).nan_to_num(neginf=0.0)
+    weights = torch.exp2(maxima.double() - base)
+    total = (weights * sums).sum(0)
+    expected = (weights[..., None] * outs).sum(0) / total.clamp_min(1e-30)[..., None]
+    assert torch.allclose(buffer.data.double(), expected, rtol=1e-5, atol=1e-6)
+    expected_lse = (base + torch.log2(total)) * math.log(2.0)
+    assert torch.allclose(lse.double(), expected_lse, rtol=1e-6, atol=1e-6)
+    assert lse[1, 2] == -float("inf") and not buffer.data[1, 2].any()
 
 
 def test_batch_invariant_rows_have_the_same_bits_alone_and_together() -> None:

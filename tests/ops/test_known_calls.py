@@ -146,6 +146,21 @@ def _quantize() -> Arguments:
     }
 
 
+def _project(*lead: int) -> Arguments:
+    """Weights in blocks of 128 for one group, or for the product of all of them."""
+    return {
+        "out": mlacast.QuantizedTensor.empty(2, 1, 512, mlacast.Mxfp8("chunk32")),
+        "weight": torch.zeros(*lead, 8, 512, dtype=torch.float8_e4m3fn),
+        "weight_sf": torch.zeros(*lead, 1, 4),
+        "weight_order": "head",
+        "backend": None,
+    }
+
+
+def _grouped_project() -> Arguments:
+    return _project(1)
+
+
 def _fused() -> Arguments:
     return {
         "enable_q_norm": True,
@@ -198,6 +213,8 @@ FUNCTIONS: tuple[tuple[Callable[..., Any], Callable[[], Arguments]], ...] = (
     (mlacast.dense_mla_prefill, _dense_prefill),
     (mlacast.v_up_project, _v_up),
     (mlacast.quantize_output, _quantize),
+    (mlacast.grouped_out_project, _grouped_project),
+    (mlacast.quantized_linear, _project),
     (fused.prefill, _fused_prefill),
     (fused.decode, _fused_decode),
 )

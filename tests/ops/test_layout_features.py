@@ -9,7 +9,7 @@ from torch import Tensor
 import mlacast
 from mlacast.dispatch.features import OUT_FEATURES
 from mlacast.dispatch.select import select
-from mlacast.ops.layout import layout_features, pool_features
+from mlacast.ops.layout import layout_features, pool_features, without_idle_strides
 
 PLAIN = frozenset({"d_qk:512", "q_order:head", "out:bf16"})
 
@@ -30,9 +30,32 @@ def test_heads_at_no_multiple_of_16_elements(gap: int) -> None:
     assert layout_features((query(gap=16),), 512, 0.1) == frozenset()
 
 
-def test_a_start_at_no_multiple_of_16_bytes() -> None:
+@pytest.mark.parametrize("step", [0, 7, 10**9])
+def test_strides_of_dimensions_of_size_one_ask_for_nothing(step: int) -> None:
+    """BC-31: one token, one head, one page; views of them start where a kernel expects."""
+    flat = torch.zeros(8 * 1024, dtype=torch.bfloat16)
+    one_token = flat.as_strided((1, 3, 512), (step, 512, 1))
+    one_head = flat.as_strided((3, 1, 512), (512, step * 10, 1))
+    one_row = flat.as_strided((1, 512), (step, 1))
+    pages = flat.as_strided((1, 8, 1, 512), (step, 512, step, 1))
+    assert layout_features((one_token, one_head, one_row), 512, 0.1, (pages,)) == frozenset()
+    for view in (one_token, one_head, one_row, pages):
+        plain = without_idle_strides(view)
+        assert torch.equal(plain, view) and plain.data_ptr() == view.data_ptr()
+        assert not any(stride % 16 for stride in plain.stride()[:-1])
+    # Strides that mean something stay, and so does the tensor itself.
+    apart = flat.as_strided((2, 3, 512), (1543, 512, 1))
+    assert without_idle_strides(apart) is apart
+    assert layout_features((apart,), 512, 0.1) == {"rows:unaligned"}
+    packed = flat.view(1, 16, 512)
+    assert without_idle_strides(packed) is packed
+
+
+@pytest.mark.parametrize("first", [1, 2, 4])
+def test_a_start_at_no_multiple_of_16_bytes(first: int) -> None:
     wide = torch.zeros(3, 4, 544, dtype=torch.bfloat16)
-    assert layout_features((wide[:, :, 1:513],), 512, 0.1) == {"rows:unaligned"}
+    assert layout_features((wide[:, :, first : first + 512],), 512, 0.1) == {"rows:unaligned"}
+    assert layout_features((wide[:, :, 8:520],), 512, 0.1) == frozenset()
 
 
 def test_codes_at_no_multiple_of_four_bytes() -> None:

@@ -1,5 +1,7 @@
 """torch.ops.mlacast: every public op dispatches to its operator, whose schema and fake tell the
 truth.
+
+BC-39, ROCm/aiter#2780: schemas that declared inputs mutated, fakes with other strides.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
@@ -22,12 +24,19 @@ def test_the_same_shapes_give_an_equal_workspace() -> None:
 
 
 def test_partials_of_every_split_fit_in_the_workspace() -> None:
-    """Split partials are float32: s_q * h * (512 + 1) numbers each, unless the plan keeps a single
-    split.
+    """Split partials are float32: an output of 512, a maximum and a sum for each token and head,
+    unless the plan keeps a single split. Kernels take a workspace of that size, and none smaller.
     """
+    scratch = pytest.importorskip("mlacast.kernels.common.combine_splits")
+    launches = importlib.import_module("mlacast.kernels.common.launch").Launches
     for num_splits in (2, 3, 8):
         plan = mlacast.plan_sparse_decode(4, 2, 640, kv_format=V4, num_splits=num_splits)
-        assert mlacast.workspace_size(plan) >= num_splits * 4 * 2 * 513 * 4
+        size, rows = mlacast.workspace_size(plan), num_splits * 4 * 2
+        assert size == rows * (512 + 2) * 4
+        workspace = torch.empty(size, dtype=torch.uint8)
+        scratch.split_scratch(rows, workspace, launches(workspace.device))
+        with pytest.raises(ValueError, match="sparse_mla_decode: workspace must hold"):
+            scratch.split_scratch(rows, workspace[:-1], launches(workspace.device))
 
 
 def test_a_plan_for_a_gpu_has_the_splits_of_a_call_without_one(

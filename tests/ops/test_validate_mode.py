@@ -114,6 +114,8 @@ class Harmless:
     "harmless",
     [
         Harmless("minus_one", {"indices": _with((0, 0), -1)}),
+        # Row 1 has the length 2: entries 2 and 3 are past it.
+        Harmless("first_leftover_past_the_length", {"indices": _with((1, 2), 2**31 - 1)}),
         Harmless("leftovers_past_the_length", {"indices": _with((1, 3), 2**31 - 1)}),
         Harmless("last_row_and_last_position", {"rope": _rope(4, 0, 4)}),
         Harmless("nothing_special", {}),

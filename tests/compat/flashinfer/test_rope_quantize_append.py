@@ -174,6 +174,15 @@ def _good() -> dict[str, Any]:
     }
 
 
+def test_a_place_one_past_the_last_page_writes_no_key() -> None:
+    """Place 32 is on page entry 2 of two; place 31 is the last that exists."""
+    arguments = _good() | {"positions": torch.tensor([32, 31], dtype=torch.int32)}
+    append(**arguments)
+    ckv, kpe = (cache.view(torch.uint8) for cache in arguments["paged_kv_cache"])
+    written = [(cache != 0x5A).flatten(0, 1).any(-1).nonzero().tolist() for cache in (ckv, kpe)]
+    assert written == [[[31]], [[31]]]
+
+
 def _heads() -> dict[str, Any]:
     return {"k_rope": torch.zeros(2, 1, 64, dtype=BF16), "k_nope": None}
 

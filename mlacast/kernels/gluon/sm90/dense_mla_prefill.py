@@ -185,9 +185,12 @@ def dense_mla_prefill_kernel(
 def _descriptor(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
     """Describe [rows, heads, width] as rows of all heads, to be copied in blocks."""
     rows, heads, width = tensor.shape
-    columns = (heads - 1) * tensor.stride(1) + width
+    columns = (heads - 1) * tensor.stride(1) + width if heads > 1 else width
+    # A single row has no distance to a next one; what the tensor carries there may be anything,
+    # while the copy engine wants multiples of 16 bytes.
+    step = tensor.stride(0) if rows > 1 else -(-columns // 8) * 8
     layout = gl.NVMMASharedLayout(128, 16, 2)
-    return TensorDescriptor(tensor, [rows, columns], [tensor.stride(0), 1], block, layout)
+    return TensorDescriptor(tensor, [rows, columns], [step, 1], block, layout)
 
 
 def launch_dense_mla_prefill(

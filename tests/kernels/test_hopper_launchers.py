@@ -1,0 +1,232 @@
+"""What the launchers of the Hopper kernels tell them, which no machine without such a GPU runs.
+
+Expectations are those of the kernels' docstrings: lengths are looked at where there are any, tiles
+of 64 heads are full or not, page strides count 16 bytes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+
+import mlacast
+from mlacast import KvFormat
+
+pytest.importorskip("triton", reason="the launchers import triton")
+
+from mlacast.kernels.common.launch import Launches  # noqa: E402
+
+SM90 = "mlacast.kernels.gluon.sm90"
+BF16, INT32 = torch.bfloat16, torch.int32
+Told = list[dict[str, Any]]
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Told:
+    """Arguments by name, and the grid, of every launch; nothing runs."""
+    launches: Told = []
+
+    def record(self: Launches, kernel: Any, grid: Any, *arguments: Any, **constants: Any) -> None:
+        names = kernel.arg_names[: len(arguments)]
+        launches.append({**dict(zip(names, arguments, strict=True)), **constants, "grid": grid})
+
+    monkeypatch.setattr(Launches, "launch", record)
+    return launches
+
+
+def _output(tokens: int, heads: int) -> dict[str, Any]:
+    buffer = mlacast.QuantizedTensor.empty(tokens, 1, heads * 512, mlacast.Mxfp8())
+    return {"out": buffer, "lse": torch.zeros(tokens, heads)}
+
+
+def _decode(
+    heads: int = 64,
+    kv_format: KvFormat = KvFormat.V41,
+    *,
+    cache: torch.Tensor | None = None,
+    **options: Any,
+) -> None:
+    d_qk = kv_format.d_qk or 576
+    plain: dict[str, Any] = {
+        "sm_scale": 0.1,
+        "topk_length": None,
+        "extra_k_cache": None,
+        "extra_indices": None,
+        "extra_topk_length": None,
+        "extra_kv_format": None,
+        "attn_sink": None,
+        "q_norm_eps": None,
+        "rope": None,
+        "q_order": "head",
+        "num_splits": 1,
+        "batch_invariant": False,
+        "workspace": None,
+    }
+    importlib.import_module(f"{SM90}.sparse_mla_decode").launch_sparse_mla_decode(
+        torch.zeros(2, heads, d_qk, dtype=BF16),
+        kv_format.allocate(3, 8) if cache is None else cache,
+        torch.zeros(2, 130, dtype=INT32),
+        kv_format=kv_format,
+        **{**plain, **options},
+        **_output(2, heads),
+    )
+
+
+def _prefill(heads: int, d_qk: int, **options: Any) -> None:
+    name = "sparse_mla_prefill" + ("_576" if d_qk == 576 else "")
+    plain: dict[str, Any] = {
+        "sm_scale": 0.1,
+        "topk_length": None,
+        "attn_sink": None,
+        "q_norm_eps": None,
+        "rope": None,
+        "q_order": "head",
+    }
+    getattr(importlib.import_module(f"{SM90}.{name}"), f"launch_{name}")(
+        torch.zeros(2, heads, d_qk, dtype=BF16),
+        torch.zeros(8, d_qk, dtype=BF16),
+        torch.zeros(2, 4, dtype=INT32),
+        max_logits=torch.zeros(2, heads),
+        **{**plain, **options},
+        **_output(2, heads),
+    )
+
+
+def _rope(**options: Any) -> mlacast.Rope:
+    return mlacast.Rope(torch.zeros(9, 64), torch.zeros(2, dtype=INT32), **options)
+
+
+@pytest.mark.parametrize("heads", [1, 16, 48, 63, 64, 65, 96, 128])
+def test_tiles_of_heads_cover_all_and_say_whether_they_are_full(heads: int, told: Told) -> None:
+    _decode(heads)
+    _prefill(heads, 512)
+    _prefill(heads, 576)
+    for launch in told:
+        assert launch["HEAD_BLOCKS"] == (heads + 63) // 64
+        assert launch["FULL_TILES"] == (heads in (64, 128))
+        assert launch["num_heads"] == heads
+
+
+@pytest.mark.parametrize("main", [False, True])
+@pytest.mark.parametrize("extra", [False, True])
+def test_each_list_has_its_own_length(main: bool, extra: bool, told: Told) -> None:
+    lengths, extra_lengths = torch.tensor([5, 7], dtype=INT32), torch.tensor([1, 2], dtype=INT32)
+    _decode(
+        topk_length=lengths if main else None,
+        extra_k_cache=KvFormat.V41.allocate(2, 4),
+        extra_indices=torch.zeros(2, 20, dtype=INT32),
+        extra_topk_length=extra_lengths if extra else None,
+        extra_kv_format=KvFormat.V41,
+    )
+    (launch,) = told
+    assert (launch["HAS_LENGTH"], launch["HAS_EXTRA_LENGTH"]) == (main, extra)
+    assert not main or launch["length_ptr"] is lengths
+    assert not extra or launch["extra_length_ptr"] is extra_lengths
+    assert launch["HAS_EXTRA"] and launch["extra_topk"] == 20 and launch["topk"] == 130
+    assert launch["extra_num_slots"] == 8 and launch["num_slots"] == 24
+
+
+def test_a_second_list_is_not_looked_for_where_there_is_none(told: Told) -> None:
+    _decode(topk_length=torch.tensor([5, 7], dtype=INT32))
+    _prefill(64, 512, topk_length=torch.tensor([5, 7], dtype=INT32))
+    _prefill(64, 576)
+    decode, prefill, prefill_576 = told
+    assert decode["HAS_LENGTH"] and not decode["HAS_EXTRA"]
+    assert prefill["HAS_LENGTH"] and not prefill_576["HAS_LENGTH"]
+
+
+@pytest.mark.parametrize("kv_format", [KvFormat.V4, KvFormat.V41, KvFormat.V41_INLINE])
+@pytest.mark.parametrize("gap", [0, 48])
+def test_page_strides_count_16_bytes(kv_format: KvFormat, gap: int, told: Told) -> None:
+    step = kv_format.page_bytes(8) + gap
+    width = kv_format.bytes_per_token()
+    cache = torch.zeros(3 * step, dtype=torch.uint8).as_strided(
+        (3, 8, 1, width), (step, width, width, 1)
+    )
+    _decode(kv_format=kv_format, cache=cache)
+    assert told[0]["stride_page"] * 16 == step
+    assert told[0]["page_size"] == 8
+
+
+@pytest.mark.parametrize(
+    ("rope", "prologue", "epilogue"),
+    [
+        (None, False, False),
+        (_rope(), True, True),
+        (_rope(pairing="half"), True, True),
+        (_rope(rotate_query=False), False, True),
+    ],
+)
+def test_what_is_rotated(
+    rope: mlacast.Rope | None, prologue: bool, epilogue: bool, told: Told
+) -> None:
+    _decode(rope=rope, num_splits=2)
+    attention, merge = told
+    assert attention["ROTATE_QUERY"] == prologue
+    assert attention["HAS_ROPE"] == epilogue and merge["ROTATE_BACK"] == epilogue
+    half = rope is not None and rope.pairing == "half"
+    assert attention["HALF_PAIRING"] == merge["HALF_PAIRING"] == half
+
+
+def test_outputs_of_576_wide_queries_are_not_rotated_back(told: Told) -> None:
+    _decode(kv_format=KvFormat.V32, rope=_rope(), num_splits=2)
+    attention, merge = told
+    assert attention["ROTATE_QUERY"] and attention["FORMAT"] == "v32"
+    assert not merge["ROTATE_BACK"]
+
+
+@pytest.mark.parametrize("sink", [None, torch.zeros(64)])
+@pytest.mark.parametrize("eps", [None, 0.0, 0.5])
+def test_sinks_and_norms(sink: torch.Tensor | None, eps: float | None, told: Told) -> None:
+    """An epsilon of 0 is a norm too."""
+    _decode(attn_sink=sink, q_norm_eps=eps, num_splits=3)
+    _prefill(64, 512, attn_sink=sink, q_norm_eps=eps)
+    attention, merge, prefill = told
+    for launch in (attention, prefill):
+        assert launch["HAS_NORM"] == (eps is not None)
+        assert launch["eps"] == (eps or 0.0)
+    assert attention["HAS_SINK"] == merge["HAS_SINK"] == prefill["HAS_SINK"] == (sink is not None)
+    assert merge["num_splits"] == attention["num_splits"] == 3 and attention["IS_SPLIT"]
+
+
+def test_scales_that_are_tensors_are_read_on_the_device(told: Told) -> None:
+    scale = torch.ones(1)
+    _decode(sm_scale=scale)
+    _decode(v_scale=scale)
+    first, second = told
+    assert (first["HAS_SM_SCALE"], first["HAS_V_SCALE"]) == (True, False)
+    assert (second["HAS_SM_SCALE"], second["HAS_V_SCALE"]) == (False, True)
+    assert first["sm_scale_ptr"] is scale and second["v_scale_ptr"] is scale
+    assert second["sm_scale"] == 0.1
+
+
+@pytest.mark.parametrize("step", [0, 7, 10**9])
+def test_copies_of_a_single_row_need_no_stride(step: int, told: Told) -> None:
+    """BC-31: what a tensor of one token carries as its token stride means nothing.
+
+    The copy engine refuses strides that are no multiples of 16 bytes.
+    """
+    flat = torch.zeros(4096, dtype=BF16)
+    q, k = (flat.as_strided((1, 2, 192), (step, 192, 1)) for _ in range(2))
+    v = flat.as_strided((1, 1, 128), (step, step, 1)).expand(1, 2, 128)
+    importlib.import_module(f"{SM90}.dense_mla_prefill").launch_dense_mla_prefill(
+        q,
+        k,
+        v.contiguous(),
+        cu_seqlens_q=torch.tensor([0, 1], dtype=INT32),
+        cu_seqlens_k=torch.tensor([0, 1], dtype=INT32),
+        max_seqlen_q=1,
+        max_seqlen_k=1,
+        softmax_scale=0.1,
+        causal=True,
+        out=mlacast.QuantizedTensor.empty(1, 1, 256, mlacast.Bf16()),
+        lse=torch.zeros(2, 1),
+    )
+    descriptors = [value for value in told[-1].values() if hasattr(value, "block_shape")]
+    assert len(descriptors) == 3
+    for descriptor in descriptors:
+        assert descriptor.strides[0] * 2 % 16 == 0
+        assert descriptor.strides[0] >= descriptor.shape[1]
