@@ -30,6 +30,8 @@ class Precision:
         product_unit: Unit of a product with weights, None for a float32 sum of its terms.
         code_unit: The same where weights are codes.
         least_value: Keys and values of this size may vanish.
+        moved_keys: Elements of a key with float32 scales that may be the neighbour of the bfloat16
+            number that the product rounds to.
     """
 
     unit: float = 2.0**-24
@@ -38,6 +40,7 @@ class Precision:
     product_unit: float | None = None
     code_unit: float | None = None
     least_value: float = 0.0
+    moved_keys: int = 0
 
 
 @dataclass(frozen=True)
@@ -104,10 +107,12 @@ def attend(
     q_norm_eps: float | None = None,
     rotation: Rotation | None = None,
     d_v: int = D_V,
+    moved_keys: int = 0,
 ) -> Expected:
     """Attend every token of q [T, h, d_qk] to its own keys [T, K, d_qk] where ``valid`` [T, K].
 
-    Keys [K, d_qk] are those of every token, and finite.
+    Keys [K, d_qk] are those of every token, and finite; of each, ``moved_keys`` elements may be a
+    neighbour in bfloat16.
     """
     query, unit = q.double(), precision.unit
     width = query.shape[-1]
@@ -143,6 +148,10 @@ def attend(
     rounding = 4 * base.abs() + count[:, None] + 24
     # A rotation in float32 is off by a few units before its result is rounded, or not at all.
     logit_error = unit * (4 * (width**0.5 + 8) * sizes + rounding)
+    if moved_keys and valid.shape[1]:
+        # Neighbours are up to 2**-7 of a number apart.
+        most = query.abs().amax(-1) * keys.abs().amax(-1).amax(-1, keepdim=True)
+        logit_error = logit_error + moved_keys * 2.0**-7 * scale.abs() * most
     relative = torch.expm1(2 * logit_error) + precision.weight_error
     share = torch.ones_like(lse)
     if attn_sink is not None:

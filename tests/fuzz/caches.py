@@ -38,7 +38,7 @@ def _draw_slots(draw: Draw, values: Values, count: int, slots: int) -> Tensor:
     if count and draw.chance(30):
         drawn[draw.integer(0, count - 1)] = draw.choice((INT_MAX, INT_MIN, -1, slots))
     if count and draw.chance(20):
-        drawn[:] = drawn[0]
+        drawn.fill_(int(drawn[0]))
     return embed_ints(draw, drawn.int() if draw.fixed.chance() else drawn)
 
 

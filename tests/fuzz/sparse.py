@@ -303,6 +303,7 @@ def draw_decode(
         under.precision,
         sm_scale=as_float32(arguments["sm_scale"]),
         v_scale=as_float32(v_scale),
+        moved_keys=under.precision.moved_keys if layout.name == "V32" else 0,
         **prologue.options,
     )
     return Call("sparse_mla_decode", arguments, (tokens, prologue.heads, 512), expected)
