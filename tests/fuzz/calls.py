@@ -95,5 +95,5 @@ def _check_repeat(
     groups = 1 if target.plain is not None else target.groups
     again = _results(under, call, {"out_format": fmt, "num_groups": groups})
     assert_same(first, written(again[0]), "a repeat into another place")
-    for first, second in zip(logarithms, again[1:], strict=True):
-        assert torch.equal(first, second), "a repeat has other logarithms"
+    for old, new in zip(logarithms, again[1:], strict=True):
+        assert torch.equal(old, new), "another place has other logarithms"
