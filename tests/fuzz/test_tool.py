@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from mlacast.dispatch import select
+from mlacast.ops import known_calls
 from mlacast.reference import launch
 from tests.fuzz import seeded
 from tests.fuzz.draw import SeededDraw
@@ -29,10 +31,8 @@ def _wrap(patch: Patch, op: str, change: Callable[..., None]) -> None:
     def changed(*args: Any, **options: Any) -> Any:
         return change(plain, args, options)
 
-    from mlacast.dispatch import select
-
     patch.setattr(launch, op, changed)
-    select.load.cache_clear()
+    _forget()
 
 
 def _lse_is_off(call: Any, args: Any, options: Any) -> None:
@@ -95,15 +95,17 @@ def test_a_planted_fault_is_reported_and_repeated(op: str, fault: Any) -> None:
             if failure is not None:
                 break
         assert failure is not None, "200 calls did not show it"
+        _forget()
         assert fuzz_gpu.repeat(failure.case, 5, CPU) == 1
     _forget()
     assert fuzz_gpu.repeat(failure.case, 5, CPU) == 0
 
 
 def _forget() -> None:
-    from mlacast.dispatch import select
-
+    """Known calls keep the launcher that they were made with."""
     select.load.cache_clear()
+    known_calls.PUBLIC.clear()
+    known_calls.OPERATORS.clear()
 
 
 def test_configurations_fix_what_kernels_are_compiled_for() -> None:
@@ -120,6 +122,21 @@ def test_configurations_fix_what_kernels_are_compiled_for() -> None:
         free.add((arguments["q"].shape[0], arguments["indices"].shape[1]))
     assert len(fixed) == 1, fixed
     assert len(free) > 4
+
+
+def test_a_configuration_does_not_depend_on_who_draws_it() -> None:
+    seen = []
+
+    def note(draw: Any, under: Any) -> None:
+        seen.append([draw.fixed.integer(0, 10**9) for _ in range(3)])
+
+    task = Task("noted", None, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(seeded.SUBJECTS, "noted", note)
+        seeded.run_case(task, 1, 0, CPU)
+        seeded.covered_attempt(task, 1, CPU)
+        fuzz_gpu.repeat("noted/chosen/1/0/7", 1, CPU)
+    assert seen[0] == seen[1] == seen[2]
 
 
 def test_a_draw_repeats() -> None:

@@ -216,7 +216,7 @@ def _append(launch: Any, arguments: dict[str, Any]) -> None:
 
 
 def _gather(launch: Any, arguments: dict[str, Any]) -> Any:
-    return launch(**arguments)
+    return launch(**arguments).result
 
 
 _INTERPRETED: dict[str, Any] = {
