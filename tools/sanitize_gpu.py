@@ -108,7 +108,9 @@ def main() -> int:
         if options.only in f"{tool} {test}"
     ]
     with ThreadPoolExecutor(options.jobs) as pool:
-        outcomes = list(pool.map(lambda pair: run(sanitizer, *pair, limit_s=options.limit), pairs))
+        outcomes = list(
+            pool.map(lambda pair: run(sanitizer, pair[0], pair[1], options.limit), pairs)
+        )
     clean = sum(outcome.is_clean for outcome in outcomes)
     print(f"{clean} of {len(outcomes)} runs clean")
     if options.json is not None:

@@ -57,16 +57,18 @@ def layout_features(
 def without_idle_strides(tensor: torch.Tensor) -> torch.Tensor:
     """View the same elements with no stride that means nothing and would break an alignment.
 
-    Kernels learn from strides how their addresses are aligned, those of dimensions of size 1 too.
-    A tensor without such strides is returned itself: known calls recognise it.
+    Kernels learn from strides of the first two dimensions how their addresses are aligned, those of
+    dimensions of size 1 too. A tensor without such strides is returned itself: known calls
+    recognise it.
     """
-    strides = [
-        0 if size == 1 and step % 16 else step
-        for size, step in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-    ]
-    if strides == list(tensor.stride()[:-1]):
+    leading = min(2, tensor.dim() - 1)
+    strides = list(tensor.stride())
+    for dim in range(leading):
+        if tensor.shape[dim] == 1 and strides[dim] % 16:
+            strides[dim] = 0
+    if strides == list(tensor.stride()):
         return tensor
-    return tensor.as_strided(tensor.shape, (*strides, tensor.stride(-1)))
+    return tensor.as_strided(tensor.shape, strides)
 
 
 def pool_features(kv_format: str, extra_kv_format: str | None) -> frozenset[str]:

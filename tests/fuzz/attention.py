@@ -152,12 +152,14 @@ def attend(
         # Neighbours are up to 2**-7 of a number apart.
         most = query.abs().amax(-1) * keys.abs().amax(-1).amax(-1, keepdim=True)
         logit_error = logit_error + moved_keys * 2.0**-7 * scale.abs() * most
-    relative = torch.expm1(2 * logit_error) + precision.weight_error
+    # Beyond this, weights may be anything; an infinite bound times a zero would be NaN.
+    bounded = logit_error.clamp_max(100.0)
+    relative = torch.expm1(2 * bounded) + precision.weight_error
     share = torch.ones_like(lse)
     if attn_sink is not None:
         gap = attn_sink.double()[None] - torch.where(empty, 0.0, lse)
         share = 1 / (1 + torch.exp(gap))
-        relative = relative + torch.expm1(logit_error) + unit * (8 + 2 * gap.abs().clamp_max(200))
+        relative = relative + torch.expm1(bounded) + unit * (8 + 2 * gap.abs().clamp_max(200))
     out = torch.einsum(f"thk,{own}d->thd", weights, values) * (share * v_scale)[..., None]
     summed = torch.einsum(f"thk,{own}d->thd", weights, values.abs())
     summed = summed * (share * abs(v_scale))[..., None]
