@@ -42,13 +42,16 @@ def test_strides_of_dimensions_of_size_one_ask_for_nothing(step: int) -> None:
     for view in (one_token, one_head, one_row, pages):
         plain = without_idle_strides(view)
         assert torch.equal(plain, view) and plain.data_ptr() == view.data_ptr()
-        assert not any(stride % 16 for stride in plain.stride()[:-1])
+        # No kernel learns anything from the head of a cache.
+        assert not any(stride % 16 for stride in plain.stride()[: min(2, view.dim() - 1)])
     # Strides that mean something stay, and so does the tensor itself.
     apart = flat.as_strided((2, 3, 512), (1543, 512, 1))
     assert without_idle_strides(apart) is apart
     assert layout_features((apart,), 512, 0.1) == {"rows:unaligned"}
     packed = flat.view(1, 16, 512)
     assert without_idle_strides(packed) is packed
+    records = torch.zeros(4, 16, 1, 584, dtype=torch.uint8)
+    assert without_idle_strides(records) is records
 
 
 @pytest.mark.parametrize("first", [1, 2, 4])
