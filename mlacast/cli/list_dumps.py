@@ -14,6 +14,11 @@ from mlacast.call_log.listing import list_dumps as find_dumps
 from mlacast.call_log.settings import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE
 from mlacast.cli.output import JsonFlag, console, print_json
 
+# What to do where there is nothing to list or to replay.
+SAVING_CALLS = (
+    f"MLACAST_LOGLEVEL=10 saves calls, in {DEFAULT_DIRECTORY} unless {DIRECTORY_VARIABLE} is set"
+)
+
 _HEADS = ("dump", "function", "status", "bytes", "note")
 
 DumpDirectory = Annotated[
@@ -33,7 +38,7 @@ def list_dumps(
     try:
         dumps = find_dumps(folder)
     except FileNotFoundError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise typer.BadParameter(f"{error}; {SAVING_CALLS}") from None
     if json:
         print_json([_as_json(dump) for dump in dumps])
         return
@@ -49,7 +54,8 @@ def list_dumps(
             for path, text in dump.arguments:
                 table.add_row("", escape(f"  {path}"), "", "", escape(text))
     out.print(table)
-    out.print(f"{len(dumps)} dumps in {escape(str(folder))}")
+    count = "1 dump" if len(dumps) == 1 else f"{len(dumps)} dumps"
+    out.print(f"{count} in {escape(str(folder))}")
 
 
 def _as_json(dump: ListedDump) -> dict[str, object]:

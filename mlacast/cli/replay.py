@@ -15,6 +15,7 @@ from mlacast.call_log.errors import DumpError
 from mlacast.call_log.listing import is_dump, list_dumps
 from mlacast.call_log.replay import ReplayReport, replay_dump
 from mlacast.cli.device import read_device
+from mlacast.cli.list_dumps import SAVING_CALLS
 from mlacast.cli.output import JsonFlag, console, print_json, with_progress
 
 REFUSED = "refused"
@@ -47,7 +48,7 @@ def replay(
     """
     place = None if device is None else read_device(device)
     if not folder.is_dir():
-        raise typer.BadParameter(f"{folder} is no folder")
+        raise typer.BadParameter(f"{folder} is no folder; {SAVING_CALLS}")
     folders = [folder] if is_dump(folder) else [dump.folder for dump in list_dumps(folder)]
     if compare is None:
         compare = not is_dump(folder)

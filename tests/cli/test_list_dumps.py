@@ -73,6 +73,7 @@ def test_names_are_never_cut(run: Run, root: Path, monkeypatch: pytest.MonkeyPat
 def test_one_dump(run: Run, root: Path) -> None:
     first = min(path for path in root.iterdir() if path.is_dir() and path.name != "cut_off")
     assert len(json_of(run("list-dumps", str(first), "--json"))) == 1
+    assert "1 dump in" in run("list-dumps", str(first)).stdout
 
 
 def test_the_folder_of_the_environment_is_the_default(
@@ -85,4 +86,4 @@ def test_the_folder_of_the_environment_is_the_default(
 def test_a_folder_that_is_not_there(run: Run, tmp_path: Path) -> None:
     outcome = run("list-dumps", str(tmp_path / "nowhere"))
     assert outcome.exit_code == 2
-    assert "nowhere is no folder" in outcome.stderr
+    assert "nowhere is no folder; MLACAST_LOGLEVEL=10 saves calls" in outcome.stderr

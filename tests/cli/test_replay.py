@@ -109,7 +109,7 @@ def test_device_and_backend(run: Run, root: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("nowhere",), "nowhere is no folder"),
+        (("nowhere",), "nowhere is no folder; mlacast_loglevel=10 saves calls"),
         ((".", "--device", "toaster"), "device must be one that works here"),
         ((".", "--rtol", "-1"), "--rtol"),
         ((), "folder"),
