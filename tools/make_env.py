@@ -113,7 +113,10 @@ def main() -> None:
     environment = Path(sys.argv[1]).resolve()
     torch_version = host_torch()
     if torch_version is None:
-        print("make_env: no torch >= 2.11 found, installing the pinned one; this takes minutes")
+        print(
+            "make_env: no torch >= 2.11 found, installing the pinned one; the CUDA build is 3 GB "
+            "to download, so this takes minutes, and pip prints nothing meanwhile"
+        )
     else:
         print(f"make_env: using the installed torch {torch_version}")
     if sys.version_info < (3, 11):
