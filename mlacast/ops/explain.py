@@ -157,7 +157,8 @@ def explain(
         fail("explain", "device", "be available here", place)
     requested = requested_backend(op, backend)
     arch = arch_of(place)
-    verdicts = tuple(judge(impl, features, arch) for impl in IMPLS if impl.op == op)
+    # Kernels of one backend that lack the same are one line.
+    verdicts = tuple(dict.fromkeys(judge(impl, features, arch) for impl in IMPLS if impl.op == op))
     listed = {verdict.backend for verdict in verdicts}
     verdicts += tuple(
         Verdict(name, "does not implement this operation")

@@ -70,6 +70,7 @@ def test_a_refusal_says_each_reason_once() -> None:
     with pytest.raises(mlacast.UnsupportedError, match="hopper") as error:
         mlacast.sparse_mla_prefill(Q, KV, INDICES, sm_scale=1.0, backend="hopper")
     assert str(error.value).count("hopper: needs sm90") == 1
+    assert str(mlacast.explain("sparse_mla_prefill")).count("hopper: needs sm90") == 1
 
 
 @pytest.mark.parametrize(
