@@ -19,6 +19,22 @@ class DropIn:
 
 
 DROP_INS = {
+    "fused_norm_rope_attn_rope_cast.prefill": DropIn(
+        "sparse_mla_prefill",
+        ("other outputs than MXFP8 in chunk32 order, and head counts that 8 does not divide",),
+    ),
+    "fused_norm_rope_attn_rope_cast.decode": DropIn(
+        "sparse_mla_decode",
+        (
+            "other outputs than MXFP8 in chunk32 order, and head counts that 8 does not divide",
+            "other caches than those of 584, 528 and, as extra one, 288 bytes per token",
+        ),
+    ),
+    "flash_mla_sparse_fwd": DropIn("sparse_mla_prefill", ("other outputs than bfloat16",)),
+    "flash_mla_with_kvcache": DropIn(
+        "sparse_mla_decode",
+        ("other outputs than bfloat16", "dense mode over other caches than bfloat16 ones"),
+    ),
     "sparse_mla_fp8_decode": DropIn(
         "sparse_mla_decode",
         ("sinks", "skip-softmax", "a ragged query (cum_seq_lens_q)"),

@@ -114,7 +114,7 @@ def select(
         have = ", ".join(sorted({impl.backend for impl in impls if impl.op == op})) or "none"
         reasons.append(f"{backend}: has no implementation of it; available: {have}")
     raise UnsupportedError(
-        f"{op}: no backend covers this call on {arch} ({'; '.join(reasons)})",
+        f"{op}: no backend covers this call on {arch} ({'; '.join(dict.fromkeys(reasons))})",
         op=op,
         backend=backend,
         missing=missing,

@@ -16,6 +16,7 @@ from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.errors import check_tensor, fail
 from mlacast.layers.output_scheme import FP8_STATIC, NVFP4, QuantKey, detect_output_quant_key
 from mlacast.layouts.sf_mn_major import ceil4
+from mlacast.layouts.sf_swizzled_128x4 import swizzled_shape
 from mlacast.ops.output import Output
 
 OP = "MLAAttention.forward"
@@ -87,6 +88,7 @@ def _plain(
     """Return a bfloat16 output as [T, N, 128]."""
     if any(value is not None for value in layout.said):
         fail(OP, "output_block_scale", "be given with quant_* arguments", None)
+    remedy = "codes come with output_scale or output_block_scale, or as a QuantizedTensor"
     check_tensor(
         OP,
         "output",
@@ -96,6 +98,7 @@ def _plain(
         dtype=torch.bfloat16,
         device=device,
         last_dim_contiguous=True,
+        remedy="" if output.dtype == torch.bfloat16 else remedy,
     )
     return output.view(num_tokens, heads, D_V) if output.dim() == 2 else output
 
@@ -131,28 +134,51 @@ def _quantised(
         assert output_scale is not None, "the key says so"
         # The scales are those of the whole step, so their padding is ours to zero.
         total = output.shape[0]
+        _check_swizzled(codes, output_block_scale)
         return QuantizedTensor(data, output_block_scale, Nvfp4(output_scale), total_tokens=total)
-    fmt = _group_format(key, output_block_scale, layout)
+    fmt = _group_format(key, codes, output_block_scale, layout)
     return QuantizedTensor(data, output_block_scale.unsqueeze(1), fmt)
 
 
-def _group_format(key: QuantKey, scales: Tensor, layout: GroupLayout) -> OutFormat:
+def _check_swizzled(codes: Tensor, scales: Tensor) -> None:
+    """Check the scales of packed NVFP4 codes, eight bytes of which share one."""
+    rows, columns = swizzled_shape(codes.shape[0], codes.shape[1] // 8)
+    check_tensor(
+        OP,
+        "output_block_scale",
+        scales,
+        f"{rows} {columns}",
+        {},
+        dtype=torch.float8_e4m3fn,
+        device=codes.device,
+        contiguous=True,
+        remedy="[ceil128(T), ceil4(K / 16)]; view bytes or words as float8_e4m3fn",
+    )
+
+
+def _group_format(key: QuantKey, codes: Tensor, scales: Tensor, layout: GroupLayout) -> OutFormat:
     """Return the format of FP8 groups, after checking what is said of it against the tensor."""
     if layout.group_size not in (None, key.group_size):
         requirement = f"be {key.group_size}, which the columns of output_block_scale say"
         fail(OP, "quant_group_size", requirement, layout.group_size)
-    if scales.dim() != 2:
-        fail(OP, "output_block_scale", "have shape [T, G]", list(scales.shape))
+    sizes, device = {"T": codes.shape[0]}, codes.device
+    name = "output_block_scale"
+    check_tensor(OP, name, scales, "T G", sizes, dtype=torch.float32, device=device)
     tokens, groups = scales.shape
+    strides = f"strides {list(scales.stride())}"
     # With one token or one group both layouts may describe the same strides.
     col_major = layout.col_major
     if col_major is None:
         col_major = groups > 1 and tokens > 1 and scales.stride(0) < scales.stride(1)
+    if col_major and tokens > 1 and scales.stride(0) != 1:
+        fail(OP, name, "have stride 1 along tokens for quant_col_major", strides)
+    if not col_major and groups > 1 and tokens > 0 and scales.stride(1) != 1:
+        fail(OP, name, "have stride 1 along groups unless quant_col_major is true", strides)
     if layout.tma_aligned:
         if not col_major:
             fail(OP, "quant_tma_aligned", "be false unless quant_col_major is true", True)
         if groups > 1 and scales.stride(1) != ceil4(tokens):
             requirement = f"have stride(1) = {ceil4(tokens)} for quant_tma_aligned"
-            fail(OP, "output_block_scale", requirement, f"strides {list(scales.stride())}")
+            fail(OP, name, requirement, strides)
     sf = "float32_pow2" if layout.pow2 else "float32"
     return Fp8Group(key.group_size, sf, "mn_major" if col_major else "row_major")

@@ -73,7 +73,8 @@ def detect_output_quant_key(
             return None
         if not is_fp8:
             requirement = "have dtype float8_e4m3fn beside an output_scale alone"
-            fail(OP, "output", requirement, dtype_name(output.dtype))
+            remedy = "NVFP4 codes come with output_block_scale too"
+            fail(OP, "output", requirement, dtype_name(output.dtype), remedy)
         return FP8_STATIC
     if is_fp8:
         if output_scale is not None:

@@ -116,8 +116,10 @@ def explain(
     """Say which backend a call gets and why, without running it.
 
     Args:
-        op: Name of a public operation, such as "sparse_mla_decode"; or of a decode function of
-            ``mlacast.compat.mate`` or ``flashinfer``, whose operation is then explained.
+        op: Name of a public operation, such as "sparse_mla_decode"; or of an attention function of
+            ``mlacast.compat.flash_mla``, ``mate`` or ``flashinfer``, such as
+            "fused_norm_rope_attn_rope_cast.prefill", whose operation is then explained; of one that
+            is sparse or dense, the sparse operation.
         *args: Positional arguments of that operation. None at all: the candidates for the device
             are listed.
         device: Where the call would run; None means the device of its tensors, else the CPU.
@@ -140,7 +142,10 @@ def explain(
     bound: Mapping[str, Any] = {}
     features: frozenset[str] = frozenset()
     if args or set(kwargs) - {"backend"}:
-        signature = inspect.signature(getattr(module, op)).bind(*args, **kwargs)
+        try:
+            signature = inspect.signature(getattr(module, op)).bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"explain: arguments must be those of {op}, got {error}") from None
         signature.apply_defaults()
         bound = signature.arguments
         wanted = inspect.signature(module.required_features).parameters
@@ -152,7 +157,8 @@ def explain(
         fail("explain", "device", "be available here", place)
     requested = requested_backend(op, backend)
     arch = arch_of(place)
-    verdicts = tuple(judge(impl, features, arch) for impl in IMPLS if impl.op == op)
+    # Kernels of one backend that lack the same are one line.
+    verdicts = tuple(dict.fromkeys(judge(impl, features, arch) for impl in IMPLS if impl.op == op))
     listed = {verdict.backend for verdict in verdicts}
     verdicts += tuple(
         Verdict(name, "does not implement this operation")

@@ -46,6 +46,34 @@ def test_a_named_backend_is_explained_as_such() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "op"),
+    [
+        ("fused_norm_rope_attn_rope_cast.prefill", "sparse_mla_prefill"),
+        ("fused_norm_rope_attn_rope_cast.decode", "sparse_mla_decode"),
+        ("flash_mla_sparse_fwd", "sparse_mla_prefill"),
+        ("flash_mla_with_kvcache", "sparse_mla_decode"),
+    ],
+)
+def test_functions_of_flash_mla_are_explained_as_their_operations(name: str, op: str) -> None:
+    found = mlacast.explain(name)
+    assert found.op == op
+    assert found.verdicts == mlacast.explain(op).verdicts
+    assert found.not_built
+
+
+def test_arguments_that_do_not_fit_name_the_operation() -> None:
+    with pytest.raises(TypeError, match="explain: arguments must be those of sparse_mla_prefill"):
+        mlacast.explain("sparse_mla_prefill", sm_scale=1.0)
+
+
+def test_a_refusal_says_each_reason_once() -> None:
+    with pytest.raises(mlacast.UnsupportedError, match="hopper") as error:
+        mlacast.sparse_mla_prefill(Q, KV, INDICES, sm_scale=1.0, backend="hopper")
+    assert str(error.value).count("hopper: needs sm90") == 1
+    assert str(mlacast.explain("sparse_mla_prefill")).count("hopper: needs sm90") == 1
+
+
+@pytest.mark.parametrize(
     "op",
     [
         "sparse_mla_decode",

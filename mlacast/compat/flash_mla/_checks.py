@@ -113,8 +113,12 @@ def check_lengths(
     device: torch.device,
 ) -> None:
     """Check optional lengths: int32, one per token or request as ``dims`` says."""
-    if lengths is not None:
-        check_tensor(op, argument, lengths, dims, sizes, dtype=torch.int32, device=device)
+    if lengths is None:
+        return
+    remedy = f"a length for each {'row' if dims == 's_q' else 'request'}"
+    check_tensor(
+        op, argument, lengths, dims, sizes, dtype=torch.int32, device=device, remedy=remedy
+    )
 
 
 def check_sink(

@@ -128,6 +128,7 @@ def _check_output_pair(
         sizes,
         dtype=torch.int32,
         device=call.q.device,
+        remedy="a word holds four scale bytes",
     )
     _check_sf_strides(op, out_sf)
 

@@ -52,7 +52,8 @@ def _check_out(op: str, out: object) -> None:
         return
     if not isinstance(out, (tuple, list)):
         raise TypeError(
-            f"{op}: out must be a pair (out_fp8, out_sf) or None, got {type(out).__name__}"
+            f"{op}: out must be a pair (out_fp8, out_sf) or None, got {type(out).__name__}; "
+            "that of a QuantizedTensor is (buffer.data, buffer.sf)"
         )
     if len(out) != 2:
         fail(op, "out", "be a pair (out_fp8, out_sf)", f"{len(out)} values")

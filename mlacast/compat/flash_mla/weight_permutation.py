@@ -30,6 +30,14 @@ def _unpack_pair(op: str, weight_and_sf: object) -> tuple[Any, Any]:
     return weight_and_sf[0], weight_and_sf[1]
 
 
+def _check_words(
+    op: str, sf: object, dims: str, sizes: dict[str, Any], device: torch.device
+) -> None:
+    """Check rank, shape, dtype and device of packed scales, which must not be those of blocks."""
+    remedy = "each row of the weight has words of four packed ue8m0 scales"
+    check_tensor(op, "sf", sf, dims, sizes, dtype=torch.int32, device=device, remedy=remedy)
+
+
 def _check_multiple(op: str, argument: str, value: object, divisor: int) -> None:
     check_type(op, argument, value, int, "an int")
     if not isinstance(value, int) or value < 1 or value % divisor:
@@ -65,7 +73,7 @@ def permute_q_b_proj(
     _check_multiple(op, "d_q", d_q, _Q_CHUNK)
     sizes: dict[str, Any] = {"h_q*d_q": h_q * d_q}
     check_tensor(op, "weight", weight, "h_q*d_q r", sizes, dtype=torch.float8_e4m3fn)
-    check_tensor(op, "sf", sf, "h_q*d_q words", sizes, dtype=torch.int32, device=weight.device)
+    _check_words(op, sf, "h_q*d_q words", sizes, weight.device)
     if sf.stride(0) != 1 and sf.numel() > 0:
         fail(op, "sf", "have stride(0) == 1 (MN-major)", f"strides {list(sf.stride())}")
 
@@ -116,7 +124,7 @@ def permute_wv_proj(
     check_tensor(
         op, "weight", weight, "g d_out wv_group_size*d_o", sizes, dtype=torch.float8_e4m3fn
     )
-    check_tensor(op, "sf", sf, "g d_out words", sizes, dtype=torch.int32, device=weight.device)
+    _check_words(op, sf, "g d_out words", sizes, weight.device)
     if sf.stride(1) != 1 and sf.shape[1] > 1 and sf.numel() > 0:
         fail(op, "sf", "have stride(1) == 1 (MN-major)", f"strides {list(sf.stride())}")
     groups, d_out, words = sf.shape

@@ -236,7 +236,7 @@ def _check(
     )
     check_integers(OP, head_dim_v=head_dim_v)
     check_flags(OP, causal=causal, is_fp8_kvcache=is_fp8_kvcache)
-    wanted = "a FlashMLASchedMeta from get_mla_metadata"
+    wanted = "a FlashMLASchedMeta, the first value of get_mla_metadata()"
     check_type(OP, "tile_scheduler_metadata", tile_scheduler_metadata, FlashMLASchedMeta, wanted)
     if num_splits is not None:
         fail(OP, "num_splits", "be None", type(num_splits).__name__)

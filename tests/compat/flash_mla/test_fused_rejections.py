@@ -65,7 +65,7 @@ BAD_OUT = (
     BadOut("bare-tensor", lambda b: b.fp8, r"out must .*got .*Tensor", TYPE_OR_VALUE),
     BadOut("one-element", lambda b: (b.fp8,), r"out must .*got .*1", TYPE_OR_VALUE),
     BadOut("three-elements", lambda b: (b.fp8, b.sf, b.sf), r"out must .*got .*3", TYPE_OR_VALUE),
-    BadOut("text", lambda b: "out", r"out must .*got .*str", TYPE_OR_VALUE),
+    BadOut("text", lambda b: "out", r"out must .*got .*str; .*buffer.sf", TYPE_OR_VALUE),
     BadOut("codes-no-tensor", lambda b: ([1], b.sf), r"out_fp8 must .*got list", (TypeError,)),
     BadOut("scales-no-tensor", lambda b: (b.fp8, 3), r"out_sf must .*got int", (TypeError,)),
     BadOut(
@@ -97,6 +97,11 @@ BAD_OUT = (
     ),
     BadOut(
         "scales-uint32", sf_as(lambda x: x.view(torch.uint32)), r"out_sf must .*int32.*got uint32"
+    ),
+    BadOut(
+        "scales-bytes",
+        sf_as(lambda x: x.contiguous().view(torch.uint8)),
+        r"out_sf must .*got .*5, 2, 128.*a word holds four scale bytes",
     ),
     BadOut("scales-short", sf_as(lambda x: x[:4]), r"out_sf must .*got .*4, 2, 32"),
     BadOut("scales-few-words", sf_as(lambda x: x[..., :8]), r"out_sf must .*got .*5, 2, 8"),
@@ -236,7 +241,9 @@ INPUTS = (
         "sink-bf16", alter("attn_sink", Tensor.bfloat16), r"attn_sink must .*float32.*bfloat16"
     ),
     BadCall(
-        "length-short", alter("topk_length", lambda x: x[:4]), r"topk_length must .*5.*got .*4"
+        "length-short",
+        alter("topk_length", lambda x: x[:4]),
+        r"topk_length must .*5.*got .*4.*for each row",
     ),
     BadCall(
         "length-float", alter("topk_length", Tensor.float), r"topk_length must .*int32.*float32"

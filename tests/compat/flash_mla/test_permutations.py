@@ -224,7 +224,9 @@ BAD_PAIRS = (
     pytest.param(
         lambda w, s: (w.float(), s), r"must .*float8_e4m3fn.*got float32", id="float-weight"
     ),
-    pytest.param(lambda w, s: (w, s.float()), r"must .*int32.*got float32", id="float-scales"),
+    pytest.param(
+        lambda w, s: (w, s.float()), r"must .*int32.*got float32; each row", id="float-scales"
+    ),
     pytest.param(lambda w, s: (w, row_major(s)), r"must .*got ", id="row-major-scales"),
     pytest.param(lambda w, s: (w, s[..., :-1, :]), r"must .*got ", id="scale-rows-missing"),
     pytest.param(lambda w, s: (w[..., :-1, :], s), r"must .*got ", id="weight-rows-missing"),

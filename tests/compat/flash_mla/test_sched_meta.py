@@ -106,7 +106,11 @@ def test_refused_first_call_does_not_fill_the_object() -> None:
     assert metadata.config is None
 
 
-@pytest.mark.parametrize("value", [3, "metadata", torch.zeros(4, 8, dtype=torch.int32)], ids=type)
+@pytest.mark.parametrize(
+    "value", [3, "metadata", (None, None), torch.zeros(4, 8, dtype=torch.int32)], ids=type
+)
 def test_only_the_schedule_object_is_accepted(value: Any) -> None:
-    with pytest.raises(TypeError, match=r"tile_scheduler_metadata must .*FlashMLASchedMeta.*got"):
+    with pytest.raises(
+        TypeError, match=r"tile_scheduler_metadata must .*first value of get_mla_metadata.*got"
+    ):
         sparse_with()().run(value)

@@ -152,7 +152,11 @@ def test_a_profiling_run_gives_zeros(kv_format: str) -> None:
     [
         ({"quant_group_size": 64}, "quant_group_size must be 128"),
         ({"quant_tma_aligned": True}, "quant_tma_aligned must be false unless quant_col_major"),
-        ({"quant_col_major": True}, "be MN-major"),
+        ({"quant_col_major": True}, "output_block_scale must have stride 1 along tokens"),
+        (
+            {"output_block_scale": torch.ones(4, TOKENS).T, "quant_col_major": False},
+            "output_block_scale must have stride 1 along groups",
+        ),
         ({"output_scale": torch.ones(1)}, "output_scale must be None beside block scales"),
         (
             {
@@ -162,8 +166,14 @@ def test_a_profiling_run_gives_zeros(kv_format: str) -> None:
             },
             "quant_. must be None or False for fp8_static",
         ),
-        ({"output_block_scale": torch.ones(TOKENS - 1, 4)}, "sf must have shape"),
-        ({"output_block_scale": torch.ones(TOKENS, 4).half()}, "sf must have dtype float32"),
+        (
+            {"output_block_scale": torch.ones(TOKENS - 1, 4)},
+            r"output_block_scale must have shape \[T, G\]",
+        ),
+        (
+            {"output_block_scale": torch.ones(TOKENS, 4).half()},
+            "output_block_scale must have dtype float32",
+        ),
     ],
 )
 def test_bad_scales_are_refused_before_anything_is_written(
@@ -177,6 +187,38 @@ def test_bad_scales_are_refused_before_anything_is_written(
         call(inputs, output.view(torch.float8_e4m3fn), **arguments)
     assert bool((output == 0x5A).all())
     assert bool((scales == 7.0).all())
+
+
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        (torch.zeros(128, 32).to(torch.uint8), "dtype float8_e4m3fn, got uint8; .*view bytes"),
+        (torch.zeros(128, 8).to(torch.int32), r"shape \[128, 32\], got \[128, 8\]; .*view bytes"),
+        (torch.zeros(TOKENS, 32).to(torch.float8_e4m3fn), r"shape \[128, 32\], got"),
+        (torch.zeros(32, 128).to(torch.float8_e4m3fn).T, "be contiguous"),
+    ],
+)
+def test_bad_scales_of_nvfp4_are_refused_by_name(scales: torch.Tensor, message: str) -> None:
+    inputs, _ = inputs_and_rows()
+    output = torch.full((TOKENS, K // 2), 0x5A, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=f"output_block_scale must (have )?{message}"):
+        call(inputs, output, torch.ones(1), scales)
+    assert bool((output == 0x5A).all())
+
+
+@pytest.mark.parametrize(
+    ("output", "scale", "message"),
+    [
+        (codes().view(torch.float8_e4m3fn), None, "bfloat16, got float8_e4m3fn; codes come with"),
+        (codes()[:, : K // 2], torch.ones(1), "got uint8; NVFP4 codes come with output_block_sc"),
+    ],
+)
+def test_codes_without_their_scales_are_told_what_is_missing(
+    output: torch.Tensor, scale: torch.Tensor | None, message: str
+) -> None:
+    inputs, _ = inputs_and_rows()
+    with pytest.raises(ValueError, match=message):
+        call(inputs, output, scale)
 
 
 def test_columns_said_to_be_aligned_have_to_be() -> None:
