@@ -111,6 +111,15 @@ def test_a_table_without_requests() -> None:
     assert local_slots(padding + 1, padding, none, PAGE, KvShard()).tolist() == [-1]
 
 
+def test_the_first_selection_past_the_length_does_not_count() -> None:
+    positions = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7]], dtype=torch.int32)
+    lengths = torch.tensor([0, 2], dtype=torch.int32)
+    requests = torch.zeros(2, dtype=torch.int32)
+    indices, counts = local_indices(positions, requests, TABLE, PAGE, KvShard(), lengths)
+    assert counts.tolist() == [0, 2]
+    assert indices.tolist() == [[-1] * 4, [2 * PAGE, 2 * PAGE + 1, -1, -1]]
+
+
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
 def test_nothing_selected(shape: tuple[int, int]) -> None:
     positions = torch.zeros(shape, dtype=torch.int32)

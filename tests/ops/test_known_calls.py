@@ -381,6 +381,37 @@ def test_the_placement_of_scales_is_read_every_time(
     assert variants[0][0] != variants[1][0]
 
 
+def test_the_operator_reads_the_placement_too(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Called without a placement, torch.ops.mlacast takes the setting of the moment."""
+    from mlacast.compat.flash_mla import set_v41_placement
+
+    monkeypatch.setenv("MLACAST_BACKEND", "triton")
+    cache = mlacast.KvFormat.V41.allocate(2, 4)
+    arguments = {**_fused_decode(), "k_cache": cache, "extra_k_cache": cache.clone()}
+    name = "fused_norm_rope_attn_rope_cast_decode"
+    call = next(
+        call
+        for call in operators_of(lambda: fused.decode(**arguments))
+        if name in call.operator.name()
+    )
+    places = [argument.name for argument in call.operator._schema.arguments]
+    values = list(call.args)
+    values[places.index("v41_placement")] = None
+    variants = []
+    try:
+        for placement in ("footer", "inline", "footer", "inline"):
+            set_v41_placement(placement)
+            gpu.runs.clear()
+            call.operator(*values)
+            variants.append([kernel.function for kernel, _ in gpu.runs])
+    finally:
+        set_v41_placement("footer")
+    assert variants[:2] == variants[2:]
+    assert variants[0][0] != variants[1][0]
+
+
 def test_numbers_that_compare_equal_are_told_apart() -> None:
     numbers = [0, 0.0, -0.0, False, 1, 1.0, True, "1", None]
     for first, second in itertools.permutations(numbers, 2):

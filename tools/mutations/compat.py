@@ -77,7 +77,7 @@ COMPAT = (
         "mlacast/compat/flash_mla/_fused_ops.py",
         "return (*vars(call).values(), v41_placement())",
         "return tuple(vars(call).values())",
-        ("tests/ops/test_known_calls.py",),
+        ("tests/ops/test_known_calls.py::test_the_operator_reads_the_placement_too",),
     ),
     Fault(
         "fused-norm",

@@ -113,7 +113,7 @@ LAYERS = (
         "mlacast/layers/output_buffer.py",
         '"float32_pow2" if layout.pow2 else "float32"',
         '"float32"',
-        ("tests/layers/test_quantised_output.py",),
+        ("tests/compat/vllm/test_forward_impl.py",),
     ),
     Fault(
         "layer-padding",
@@ -122,7 +122,7 @@ LAYERS = (
         "mlacast/layers/output_buffer.py",
         "Nvfp4(output_scale), total_tokens=total)",
         "Nvfp4(output_scale), total_tokens=total + 1)",
-        ("tests/layers/test_quantised_output.py",),
+        ("tests/compat/vllm/test_forward_impl.py",),
     ),
     Fault(
         "scheme-64",
