@@ -11,7 +11,7 @@ import torch
 
 import mlacast
 from mlacast.bench.cases import CASES, Case
-from mlacast.bench.gate import check_call
+from mlacast.bench.gate import Gate, check_call
 from mlacast.bench.inputs import InputSet, Pools, Workload, prepare
 from mlacast.bench.run import run_case
 from tests.bench.small import L2_BYTES, shrink, ten_us
@@ -66,6 +66,47 @@ def test_a_token_left_unwritten_is_seen(case: Case) -> None:
     gate = check_call(workload, item, skip_one_head)
     assert gate.unwritten == 512
     assert not gate.passed
+
+
+@pytest.mark.parametrize(
+    ("figures", "passes"),
+    [
+        ((5e-3, 6e-3, 4e-3, 5e-3, 0), True),
+        ((6e-3, 6e-3, 5e-3, 5e-3, 0), True),
+        ((7e-3, 6e-3, 0.0, 5e-3, 0), False),
+        ((0.0, 6e-3, 6e-3, 5e-3, 0), False),
+        ((0.0, 6e-3, 0.0, 5e-3, 1), False),
+        ((float("nan"), 6e-3, 0.0, 5e-3, 0), False),
+        ((0.0, 6e-3, float("nan"), 5e-3, 0), False),
+    ],
+)
+def test_every_figure_counts_by_itself(
+    figures: tuple[float, float, float, float, int], passes: bool
+) -> None:
+    assert Gate(*figures).passed == passes
+
+
+def test_outputs_and_logarithms_are_judged_apart() -> None:
+    """Outputs off by 1.5 percent beside a right LSE, and an LSE off by 0.01 beside them."""
+    workload, item = workload_of(PLAIN)
+    right = workload.call(item)
+
+    def wrong_output() -> object:
+        result = right()
+        assert isinstance(item.out, torch.Tensor)
+        item.out.mul_(1.015)
+        return result
+
+    def wrong_logarithms() -> object:
+        result = right()
+        assert isinstance(result, tuple)
+        return (*result[:-1], result[-1] + 0.01)
+
+    for call, wrong in ((wrong_output, "error"), (wrong_logarithms, "lse_error")):
+        gate = check_call(workload, item, call)
+        assert not gate.passed
+        beyond = {"error": gate.error > gate.limit, "lse_error": gate.lse_error > gate.lse_limit}
+        assert [name for name, is_beyond in beyond.items() if is_beyond] == [wrong]
 
 
 def test_a_wrong_case_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
