@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,6 +155,36 @@ def test_nan_around_everything_that_is_read() -> None:
     assert not strided.out.data.isnan().any()
     assert oracles.same_bits(strided.out.data, packed.out.data)
     assert oracles.same_bits(strided.lse, packed.lse)
+
+
+@pytest.mark.parametrize("pairing", ["interleaved", "half"])
+def test_the_norm_is_that_of_the_query_before_its_rotation(pairing: str) -> None:
+    """Rows of the table are no unit vectors, so that the rotation changes the length."""
+    q, kv = torch.randn(3, 2, 512), torch.randn(5, 512)
+    rope = mlacast.Rope(oracles.exact_rope_table(9), torch.tensor([3, 5, 7]), pairing)
+    indices, lengths = torch.tensor([[4], [1], [0]]), torch.ones(3, dtype=torch.int32)
+    result = _run(q, kv, indices.to(torch.int32), topk_length=lengths, rope=rope, q_norm_eps=0.75)
+    for token, (row,) in enumerate(indices.tolist()):
+        line = rope.cos_sin_cache[rope.positions[token]]
+        for head in range(2):
+            query = q[token, head].double()
+            scale = launches.SM_SCALE / math.sqrt(float(query.square().mean()) + 0.75)
+            query[448:] = oracles.rotate(query[448:], line, pairing)
+            logit = scale * float(query @ kv[row].double())
+            assert float(result.lse[token, head]) == pytest.approx(logit, rel=1e-5, abs=1e-5)
+
+
+def test_a_closed_sink_gives_zeros_whatever_the_values_are() -> None:
+    """BC-07: +inf gives exact zeros, also beside infinite values, whose weighted sum is NaN."""
+    kv = torch.full((2, 512), float("inf"))
+    kv[1] = 1.0
+    result = _run(
+        torch.randn(2, 2, 512),
+        kv,
+        torch.tensor([[0, 1], [1, 0]], dtype=torch.int32),
+        attn_sink=torch.tensor([float("inf"), 0.0]),
+    )
+    assert not result.out.data[:, 0].any() and not result.out.data[:, 0].isnan().any()
 
 
 def test_an_empty_row_ignores_a_table_of_nan() -> None:

@@ -74,7 +74,7 @@ PORTABLE = (
         _ATTENTION,
         "out = tl.where((factor == 0.0)[:, None], 0.0, acc * factor[:, None])",
         "out = acc * factor[:, None]",
-        _DECODE,
+        _PREFILL,
     ),
     Fault(
         "finish-lse-base",
