@@ -61,9 +61,10 @@ def test_pages_equal_the_reference(case: RopeQuantizeCase, index: torch.dtype) -
     page_table = tuple(
         torch.tensor(values, dtype=index)
         for values in (
-            [2, 0, 9, 1],
+            # An entry of no request stands behind the others; request 2 is one past the last.
+            [2, 0, 9, 1, 3],
             [0, 2, 4],
-            [0, 0, 0, 0, 0, 0, -1, 1, 1, 1, 1, 5, 1],
+            [0, 0, 0, 0, 0, 0, -1, 1, 1, 1, 1, 2, 1],
             [0, 1, 2, 3, 4, 5, 6, 0, 5, 6, -1, 0, 70],
         )
     )

@@ -22,7 +22,8 @@ from tests.rope_quantize_cases import (
 BF16 = torch.bfloat16
 PAGES, PAGE_SIZE = 5, 4
 # Request 0 has pages 3 and 1, request 1 page 0, request 2 a page that does not exist, and 4.
-ENTRIES = [3, 1, 0, 9, 4]
+# The last entry is of no request; request 3, which is one past the last, does not get it.
+ENTRIES = [3, 1, 0, 9, 4, 2]
 STARTS = [0, 2, 3, 5]
 # Tokens: three ordinary ones, a skipped one, one past the list of pages, one on the page that does
 # not exist, one of a request that does not exist, one with a negative place, one on the last page.
