@@ -40,8 +40,8 @@ LAUNCHERS = (
         "dispatch",
         "a repeated call forgets where views start",
         "mlacast/kernels/common/launch.py",
-        "tensor.data_ptr() - base.data_ptr())",
-        "0)",
+        "offset = tensor.data_ptr() - base.data_ptr()",
+        "offset = 0",
         ("tests/kernels/test_launch.py",),
     ),
     Fault(
