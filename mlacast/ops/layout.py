@@ -54,21 +54,32 @@ def layout_features(
     return frozenset(features)
 
 
-def without_idle_strides(tensor: torch.Tensor) -> torch.Tensor:
+def plain_rows(tensor: torch.Tensor) -> torch.Tensor:
     """View the same elements with no stride that means nothing and would break an alignment.
 
-    Kernels learn from strides of the first two dimensions how their addresses are aligned, those of
-    dimensions of size 1 too. A tensor without such strides is returned itself: known calls
-    recognise it.
+    Kernels learn from strides how their addresses are aligned, those of dimensions of size 1 too.
+    A tensor without such strides is returned itself: known calls recognise it.
     """
-    leading = min(2, tensor.dim() - 1)
-    strides = list(tensor.stride())
-    for dim in range(leading):
-        if tensor.shape[dim] == 1 and strides[dim] % 16:
-            strides[dim] = 0
-    if strides == list(tensor.stride()):
+    return _without_idle_strides(tensor, [16] * (tensor.dim() - 1))
+
+
+def plain_pages(cache: torch.Tensor) -> torch.Tensor:
+    """`plain_rows` of a paged cache, of which pages start at 16 bytes and words are 4 bytes long.
+
+    Records have other sizes than rows: what lies between two of them is no sign of anything.
+    """
+    page, word = (max(unit // cache.element_size(), 1) for unit in (16, 4))
+    return _without_idle_strides(cache, [page] + [word] * (cache.dim() - 2))
+
+
+def _without_idle_strides(tensor: torch.Tensor, units: Sequence[int]) -> torch.Tensor:
+    strides = [
+        0 if size == 1 and step % unit else step
+        for size, step, unit in zip(tensor.shape[:-1], tensor.stride()[:-1], units, strict=True)
+    ]
+    if strides == list(tensor.stride()[:-1]):
         return tensor
-    return tensor.as_strided(tensor.shape, strides)
+    return tensor.as_strided(tensor.shape, (*strides, tensor.stride(-1)))
 
 
 def pool_features(kv_format: str, extra_kv_format: str | None) -> frozenset[str]:

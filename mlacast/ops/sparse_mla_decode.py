@@ -13,7 +13,7 @@ from mlacast.dispatch.arch import arch_of
 from mlacast.dispatch.select import load, requested_backend, select
 from mlacast.errors import fail
 from mlacast.ops.known_calls import PUBLIC, call_operator
-from mlacast.ops.layout import layout_features, pool_features, without_idle_strides
+from mlacast.ops.layout import layout_features, plain_pages, plain_rows, pool_features
 from mlacast.ops.output import (
     D_V,
     Output,
@@ -350,9 +350,9 @@ def run(
     impl = select(OP, features, arch_of(q.device), requested_backend(OP, backend))
     if q.shape[0] == 0:
         return None
-    q, k_cache = without_idle_strides(q), without_idle_strides(k_cache)
+    q, k_cache = plain_rows(q), plain_pages(k_cache)
     if extra_k_cache is not None:
-        extra_k_cache = without_idle_strides(extra_k_cache)
+        extra_k_cache = plain_pages(extra_k_cache)
     check_no_overlap(
         OP,
         [("out", out_data), ("out.sf", out_sf), ("lse", lse), ("workspace", workspace)],

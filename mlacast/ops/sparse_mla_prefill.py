@@ -13,7 +13,7 @@ from mlacast.dispatch.select import load, requested_backend, select
 from mlacast.errors import check_tensor, fail
 from mlacast.ops import value_checks
 from mlacast.ops.known_calls import PUBLIC, call_operator
-from mlacast.ops.layout import layout_features, without_idle_strides
+from mlacast.ops.layout import layout_features, plain_rows
 from mlacast.ops.output import (
     D_V,
     Output,
@@ -298,7 +298,7 @@ def run(
     impl = select(OP, features, arch_of(q.device), requested_backend(OP, backend))
     if q.shape[0] == 0:
         return None
-    q, kv = without_idle_strides(q), without_idle_strides(kv)
+    q, kv = plain_rows(q), plain_rows(kv)
     check_no_overlap(
         OP,
         [("out", out_data), ("out.sf", out_sf), ("max_logits", max_logits), ("lse", lse)],

@@ -412,6 +412,20 @@ def test_the_operator_reads_the_placement_too(
     assert variants[0][0] != variants[1][0]
 
 
+def test_a_repeated_call_keeps_the_sign_of_a_zero(gpu: FakeGpu) -> None:
+    """Calls are repeated until they are written out; what they launch has the number given."""
+    arguments = {**_prefill(), "backend": "triton"}
+    launched = []
+    for sm_scale in (0.0, 0.0, 0.0, 0.0, -0.0, 0.0):
+        gpu.runs.clear()
+        mlacast.sparse_mla_prefill(**{**arguments, "sm_scale": sm_scale})
+        _, values = gpu.runs[0]
+        launched.append(sum(str(value) == "-0.0" for value in values if type(value) is float))
+    assert known_calls.PUBLIC._recent, "the calls were never written out"
+    # The scale goes in by its product with log2(e), or as it is: either keeps the sign.
+    assert launched == [0, 0, 0, 0, 1, 0]
+
+
 def test_numbers_that_compare_equal_are_told_apart() -> None:
     numbers = [0, 0.0, -0.0, False, 1, 1.0, True, "1", None]
     for first, second in itertools.permutations(numbers, 2):

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 import mlacast
+from mlacast.descriptors.kv_format import ALL_KV_FORMATS
 from mlacast.dispatch.features import OUT_FEATURES
 from mlacast.dispatch.select import select
-from mlacast.ops.layout import layout_features, pool_features, without_idle_strides
+from mlacast.ops.layout import layout_features, plain_pages, plain_rows, pool_features
 
 PLAIN = frozenset({"d_qk:512", "q_order:head", "out:bf16"})
 
@@ -39,19 +40,29 @@ def test_strides_of_dimensions_of_size_one_ask_for_nothing(step: int) -> None:
     one_row = flat.as_strided((1, 512), (step, 1))
     pages = flat.as_strided((1, 8, 1, 512), (step, 512, step, 1))
     assert layout_features((one_token, one_head, one_row), 512, 0.1, (pages,)) == frozenset()
-    for view in (one_token, one_head, one_row, pages):
-        plain = without_idle_strides(view)
-        assert torch.equal(plain, view) and plain.data_ptr() == view.data_ptr()
-        # No kernel learns anything from the head of a cache.
-        assert not any(stride % 16 for stride in plain.stride()[: min(2, view.dim() - 1)])
+    plain = [plain_rows(view) for view in (one_token, one_head, one_row)] + [plain_pages(pages)]
+    for view, given in zip(plain, (one_token, one_head, one_row, pages), strict=True):
+        assert torch.equal(view, given) and view.data_ptr() == given.data_ptr()
+        assert not any(stride % 16 for stride in view.stride()[:1])
+    assert not any(stride % 16 for view in plain[:3] for stride in view.stride()[:-1])
     # Strides that mean something stay, and so does the tensor itself.
     apart = flat.as_strided((2, 3, 512), (1543, 512, 1))
-    assert without_idle_strides(apart) is apart
+    assert plain_rows(apart) is apart
     assert layout_features((apart,), 512, 0.1) == {"rows:unaligned"}
     packed = flat.view(1, 16, 512)
-    assert without_idle_strides(packed) is packed
-    records = torch.zeros(4, 16, 1, 584, dtype=torch.uint8)
-    assert without_idle_strides(records) is records
+    assert plain_rows(packed) is packed
+
+
+@pytest.mark.parametrize("kv_format", ALL_KV_FORMATS, ids=repr)
+def test_caches_as_they_are_allocated_are_left_alone(kv_format: mlacast.KvFormat) -> None:
+    """A view in their place would be a tensor that known calls do not know."""
+    for page_size in (1, 3, 16, 64):
+        for d_qk in (512, 576) if kv_format.d_qk is None else (kv_format.d_qk,):
+            cache = kv_format.allocate(3, page_size, d_qk=d_qk)
+            for view in (cache, cache.squeeze(2), cache[1:]):
+                assert plain_pages(view) is view
+            last = cache[:, :, 0] if page_size > 1 else cache
+            assert plain_pages(last) is last
 
 
 @pytest.mark.parametrize("first", [1, 2, 4])
