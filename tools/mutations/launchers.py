@@ -5,7 +5,6 @@ from __future__ import annotations
 from tools.mutations.fault import Fault
 
 _SM90 = "mlacast/kernels/gluon/sm90/"
-_COMPILE = "tests/kernels/test_sm90_sparse_mla_decode_compile.py"
 
 LAUNCHERS = (
     Fault(
@@ -40,8 +39,8 @@ LAUNCHERS = (
         "dispatch",
         "a repeated call forgets where views start",
         "mlacast/kernels/common/launch.py",
-        "tensor.data_ptr() - base.data_ptr())",
-        "0)",
+        "offset = tensor.data_ptr() - base.data_ptr()",
+        "offset = 0",
         ("tests/kernels/test_launch.py",),
     ),
     Fault(
