@@ -43,6 +43,7 @@ STEPS = (
     Step("a_token_a_chunk", (3, 4), (9, 2), workspace=1),
     Step("requests_without_tokens", (0, 1, 3, 0), (4, 5, 3, 2)),
     Step("padded_decodes", (1, 1), (4, 5), padding=3),
+    Step("decodes_and_one_row", (1, 1), (4, 5), padding=1),
     Step("padded_prefill", (5, 2), (0, 0), padding=2),
     Step("padded_context", (1, 3, 2), (4, 6, 0), padding=3, workspace=4),
     Step("padded_behind_context", (3,), (6,), padding=3),
