@@ -1,9 +1,9 @@
-"""Fixtures of the whole suite: a seed per test, a clean environment, the backends to run."""
+"""Fixtures of the whole suite: seeds, a clean environment, backends, memory never cleared."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -42,6 +42,18 @@ def poison() -> Callable[..., Tensor]:
         return tensor
 
     return make
+
+
+@pytest.fixture
+def poisoned_empty() -> Iterator[None]:
+    """Fill every torch.empty with NaN or the largest integer."""
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")
+    try:
+        assert torch.empty(3, dtype=torch.uint8).tolist() == [255] * 3
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
 
 
 @pytest.fixture

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+import mlacast
 from tests import cache_writers, oracles
 from tests.cache_writers import FilledCache
+from tests.format_cases import fill_storage
 
 NASTY_INDICES = (-1, -2, -(2**31), 2**31 - 1, 1 << 20)
 INT32 = torch.int32
@@ -128,6 +130,15 @@ CACHES = (
 def cache_id(case: CacheCase) -> str:
     """Readable parametrisation id."""
     return case.id
+
+
+def poisoned_cache(case: CacheCase, pages: int, page_size: int) -> Tensor:
+    """A cache of 0x5A bytes on the CPU, padding of its pages included."""
+    kv_format = mlacast.KvFormat.from_name(case.name)
+    width = None if kv_format.d_qk is not None else case.d_qk
+    target = kv_format.allocate(pages, page_size, d_qk=width)
+    fill_storage(target, 0x5A)
+    return target
 
 
 def indices_of(lines: Sequence[Sequence[int]]) -> Tensor:

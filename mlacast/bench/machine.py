@@ -40,7 +40,8 @@ def _commit() -> str | None:
     return f"{commit}+" if commit and changed else commit
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Return the installed version of a package, None where it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -72,7 +73,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "driver_clock_power": limits,
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": version_of("triton"),
         "python": platform.python_version(),
         "mlacast": mlacast.__version__,
         "commit": _commit(),

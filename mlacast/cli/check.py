@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 from typing import Annotated, Any
 
@@ -12,18 +11,12 @@ from rich.markup import escape
 from rich.table import Table
 
 import mlacast
+from mlacast.bench.machine import version_of
 from mlacast.cli.device import read_device
 from mlacast.cli.output import JsonFlag, console, print_json, with_progress
 from mlacast.cli.self_tests import SELF_TESTS, run_self_test
 
 _OPTIONAL_PACKAGES = ("triton", "transformers", "numpy")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _environment(device: torch.device, backend: str | None) -> dict[str, Any]:
@@ -35,7 +28,7 @@ def _environment(device: torch.device, backend: str | None) -> dict[str, Any]:
         # torch's own word says which build it is (cpu, cu130), the package's version may not.
         "packages": {
             "torch": torch.__version__,
-            **{package: _version(package) for package in _OPTIONAL_PACKAGES},
+            **{package: version_of(package) for package in _OPTIONAL_PACKAGES},
         },
         "device": str(device),
         "device_name": torch.cuda.get_device_name(device) if is_cuda else platform.machine(),

@@ -82,7 +82,7 @@ class LayerStep:
             ValueError: The metadata does not fit the tensors or the layer; nothing is written.
         """
         group = group_named(settings.group_name)
-        self._check_metadata(settings, metadata, group)
+        self._check_metadata(metadata, group)
         absorbed = self._absorbed_rows(metadata)
         if group is not None:
             _check_ranks(settings, metadata, absorbed, group)
@@ -158,9 +158,7 @@ class LayerStep:
             ),
         )
 
-    def _check_metadata(
-        self, settings: LayerSettings, metadata: MLAMetadata, group: dist.ProcessGroup | None
-    ) -> None:
+    def _check_metadata(self, metadata: MLAMetadata, group: dist.ProcessGroup | None) -> None:
         """Check that the requests belong to the tensors, before anything is written."""
         shard = metadata.shard
         rank, world_size = (0, 1) if group is None else (group.rank(), group.size())

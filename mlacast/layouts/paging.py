@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-PLACEMENTS = ("inline", "footer")
-
 
 @dataclass(frozen=True)
 class PageLayout:

@@ -15,10 +15,6 @@ from torch import Tensor
 
 from mlacast.errors import fail
 
-TILE_ROWS = 128
-TILE_COLUMNS = 4
-TILE_BYTES = TILE_ROWS * TILE_COLUMNS
-
 Index = TypeVar("Index", int, Tensor)
 
 

@@ -47,7 +47,7 @@ def check_project_arguments(
         is_grouped: Which of the operations.
     """
     check_type(op, "out", out, QuantizedTensor, "a QuantizedTensor")
-    assert isinstance(out, QuantizedTensor)
+    assert isinstance(out, QuantizedTensor), "checked above"
     groups, features = out.num_groups, out.features
     sizes: dict[str, Any] = {"g": groups, "f": features}
     dims = "g d_out f"

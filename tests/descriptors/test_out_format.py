@@ -62,6 +62,7 @@ def test_key_and_way_back(case: FormatCase) -> None:
     if case.scale is not None:
         scale = back.scale_tensor("cpu")
         assert scale is not None
+        # Half an ulp of float32, which the scale is kept in, is 6e-8 of it.
         assert scale.item() == pytest.approx(case.scale, rel=1e-7)
 
 

@@ -29,11 +29,6 @@ def round_e4m3(values: Tensor) -> Tensor:
     return _round(values.clamp(-448.0, 448.0), 3, -6, 448.0)
 
 
-def round_e5m2(values: Tensor) -> Tensor:
-    """Nearest e5m2 number of float64 values without NaN, clamped to 57344."""
-    return _round(values.clamp(-57344.0, 57344.0), 2, -14, 57344.0)
-
-
 def round_e2m1(values: Tensor) -> Tensor:
     """Nearest e2m1 number of float64 values without NaN, clamped to 6."""
     return _round(values.clamp(-6.0, 6.0), 1, 0, 6.0)

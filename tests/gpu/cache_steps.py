@@ -13,7 +13,7 @@ from torch import Tensor
 import mlacast
 from tests.format_cases import storage_bytes
 from tests.gpu.steps import CUDA, copy_storage
-from tests.scenarios import CacheCase
+from tests.scenarios import CacheCase, poisoned_cache
 
 
 def to_device(value: Any) -> Any:
@@ -26,21 +26,12 @@ def to_device(value: Any) -> Any:
     return value
 
 
-def empty_cache(cache: CacheCase, pages: int, page_size: int) -> Tensor:
-    """A cache of 0x5A bytes on the CPU."""
-    kv_format = mlacast.KvFormat.from_name(cache.name)
-    width = None if kv_format.d_qk is not None else cache.d_qk
-    target = kv_format.allocate(pages, page_size, d_qk=width)
-    storage_bytes(target).fill_(0x5A)
-    return target
-
-
 def assert_append_equals_cpu(
     cache: CacheCase, latent: Tensor, slots: Tensor, options: dict[str, Any], pages: int, size: int
 ) -> None:
     """Append on both; every byte of the storage has to be equal."""
     kv_format = mlacast.KvFormat.from_name(cache.name)
-    expected = empty_cache(cache, pages, size)
+    expected = poisoned_cache(cache, pages, size)
     actual = copy_storage(expected)
     mlacast.kv_cache_append(latent, slots, expected, kv_format, backend="reference", **options)
     on_device = {name: to_device(value) for name, value in options.items()}

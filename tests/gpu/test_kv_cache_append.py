@@ -9,14 +9,13 @@ import mlacast
 from tests.format_cases import storage_bytes
 from tests.gpu.cache_steps import (
     assert_append_equals_cpu,
-    empty_cache,
     kernels_of,
     nothing_compiles,
     replayed,
 )
 from tests.gpu.steps import CUDA, copy_storage
 from tests.kernels.cache_launches import fused_options, hostile_latents
-from tests.scenarios import CACHES, CacheCase, cache_id
+from tests.scenarios import CACHES, CacheCase, cache_id, poisoned_cache
 
 BF16 = torch.bfloat16
 
@@ -61,7 +60,7 @@ def test_slots_past_two_gigabytes(cache: CacheCase) -> None:
     if free < 10 * 2**30:
         pytest.skip(f"needs 10 GiB of free device memory, has {free / 2**30:.1f}")
     big = kv_format.allocate(pages, 64, d_qk=width, device=CUDA)
-    compact = empty_cache(cache, 5, 64)
+    compact = poisoned_cache(cache, 5, 64)
     storage_bytes(compact).zero_()
     places = torch.tensor([0, 2**31 // page_bytes, 2**31 // page_bytes + 1, pages // 2, pages - 1])
     slots = torch.randperm(5 * 64)[:200]
@@ -87,7 +86,7 @@ def test_slots_whose_low_half_is_valid_are_skipped() -> None:
 
 
 def test_one_launch_that_graphs_capture() -> None:
-    cache = copy_storage(empty_cache(CacheCase("V4", 512), 200, 64))
+    cache = copy_storage(poisoned_cache(CacheCase("V4", 512), 200, 64))
     latent = torch.randn(8192, 512, dtype=BF16, device=CUDA)
     slots = torch.arange(8192, device=CUDA)
     rope = mlacast.Rope(torch.randn(9, 64, device=CUDA), slots % 9)
@@ -116,7 +115,7 @@ def test_one_launch_that_graphs_capture() -> None:
 def test_nothing_compiles_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows, pages and where the slots start may change; a long and a short call have been seen."""
     rows = torch.randn(3000, 512, dtype=BF16, device=CUDA)
-    cache = copy_storage(empty_cache(CacheCase("V41", 512), 64, 64))
+    cache = copy_storage(poisoned_cache(CacheCase("V41", 512), 64, 64))
 
     def call(count: int, first: int = 0, pages: int = 64) -> None:
         slots = torch.arange(3100, device=CUDA)[first : first + count]

@@ -8,13 +8,13 @@ from torch import Tensor
 
 import mlacast
 from tests.format_cases import storage_bytes
-from tests.gpu.cache_steps import empty_cache, kernels_of, nothing_compiles
+from tests.gpu.cache_steps import kernels_of, nothing_compiles
 from tests.gpu.steps import CUDA, copy_storage
-from tests.scenarios import CACHES, CacheCase, cache_id
+from tests.scenarios import CACHES, CacheCase, cache_id, poisoned_cache
 
 
 def _random_cache(cache: CacheCase, pages: int) -> Tensor:
-    target = empty_cache(cache, pages, 64)
+    target = poisoned_cache(cache, pages, 64)
     flat = storage_bytes(target)
     flat.copy_(torch.randint(0, 256, flat.shape, dtype=torch.uint8))
     return target

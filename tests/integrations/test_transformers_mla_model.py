@@ -16,7 +16,13 @@ from torch import Tensor
 import mlacast
 from mlacast.integrations.transformers import fuse
 from tests.integrations.mla_models import LAYERS, MODELS, attentions, original
-from tests.integrations.v4_models import left_padded, relative_error, tokens
+from tests.integrations.v4_models import (
+    left_padded,
+    logits,
+    relative_error,
+    stepwise_logits,
+    tokens,
+)
 
 # Per layer, in units of bfloat16's 2**-9, the largest relative error of one rounding: queries,
 # keys, values (or latents and the absorbed queries) and the output are rounded once each. Scores
@@ -33,29 +39,6 @@ FORMATS = [
 
 pytestmark = pytest.mark.parametrize("model_type", MODELS)
 both = pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-
-
-def logits(model: Any, **inputs: Any) -> Tensor:
-    with torch.no_grad():
-        output: Tensor = model(**inputs).logits
-    return output
-
-
-def stepwise_logits(model: Any, chunks: list[int], stream: Tensor, mask: Tensor | None) -> Tensor:
-    """Feed the stream in chunks through one cache and return the logits of every token."""
-    past, parts, start = None, [], 0
-    for size in chunks:
-        stop = start + size
-        inputs: dict[str, Any] = {"input_ids": stream[:, start:stop], "use_cache": True}
-        if past is not None:
-            inputs["cache"] = past
-        if mask is not None:
-            inputs["attention_mask"] = mask[:, :stop]
-        with torch.no_grad():
-            output = model(**inputs)
-        past, start = output.cache, stop
-        parts.append(output.logits)
-    return torch.cat(parts, dim=1)
 
 
 @both

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 import mlacast
 from mlacast.integrations.transformers import fuse
 from tests.integrations.v4_models import (
     cosine,
     left_padded,
+    logits,
     original,
     relative_error,
+    stepwise_logits,
     tokens,
 )
 
@@ -29,29 +28,6 @@ FORMATS = [
     pytest.param(mlacast.Bf16(), BF16_MODEL_TOLERANCE, id="bf16"),
     pytest.param(mlacast.Mxfp8(), FP8_MODEL_TOLERANCE, id="mxfp8"),
 ]
-
-
-def logits(model: Any, **inputs: Any) -> Tensor:
-    with torch.no_grad():
-        output: Tensor = model(**inputs).logits
-    return output
-
-
-def stepwise_logits(model: Any, chunks: list[int], stream: Tensor, mask: Tensor | None) -> Tensor:
-    """Feed the stream in chunks through one cache and return the logits of every token."""
-    past, parts, start = None, [], 0
-    for size in chunks:
-        stop = start + size
-        inputs: dict[str, Any] = {"input_ids": stream[:, start:stop], "use_cache": True}
-        if past is not None:
-            inputs["cache"] = past
-        if mask is not None:
-            inputs["attention_mask"] = mask[:, :stop]
-        with torch.no_grad():
-            output = model(**inputs)
-        past, start = output.cache, stop
-        parts.append(output.logits)
-    return torch.cat(parts, dim=1)
 
 
 @pytest.mark.parametrize(("out_format", "tolerance"), FORMATS)

@@ -71,3 +71,27 @@ def cosine(a: Tensor, b: Tensor) -> float:
 def relative_error(a: Tensor, b: Tensor) -> float:
     """Norm of the difference over the norm of ``b``."""
     return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def logits(model: Any, **inputs: Any) -> Tensor:
+    """Logits of one forward pass, without a graph."""
+    with torch.no_grad():
+        output: Tensor = model(**inputs).logits
+    return output
+
+
+def stepwise_logits(model: Any, chunks: list[int], stream: Tensor, mask: Tensor | None) -> Tensor:
+    """Feed the stream in chunks through one cache and return the logits of every token."""
+    past, parts, start = None, [], 0
+    for size in chunks:
+        stop = start + size
+        inputs: dict[str, Any] = {"input_ids": stream[:, start:stop], "use_cache": True}
+        if past is not None:
+            inputs["cache"] = past
+        if mask is not None:
+            inputs["attention_mask"] = mask[:, :stop]
+        with torch.no_grad():
+            output = model(**inputs)
+        past, start = output.cache, stop
+        parts.append(output.logits)
+    return torch.cat(parts, dim=1)

@@ -21,7 +21,7 @@ needs_gated_triton = pytest.mark.skipif(
     not triton.__version__.startswith(_GATED_TRITON),
     reason=f"the gate holds for triton {_GATED_TRITON}x, found {triton.__version__}",
 )
-_SHARED_MEMORY_BYTES = 227 * 1024
+SHARED_MEMORY_BYTES = 227 * 1024
 _ALIGNED = (
     "stride_q_token",
     "stride_q_head",
@@ -92,13 +92,20 @@ def _type_of(argument: str, kind: int) -> str:
     return "fp32" if argument in ("eps", "sm_scale", "v_scale") else "i32"
 
 
-def _tool(*command: str) -> str:
+def run_tool(*command: str) -> str:
     """Run a program of Triton's package; its output and notes as one text."""
     folder = Path(triton.__file__).parent / "backends/nvidia/bin"
     run = subprocess.run(
         [str(folder / command[0]), *command[1:]], capture_output=True, text=True, check=True
     )
     return run.stdout + run.stderr
+
+
+def disassemble(cubin: bytes, folder: Path, *flags: str) -> str:
+    """What cuobjdump says of a kernel, whose file is left in ``folder``."""
+    file = folder / "kernel.cubin"
+    file.write_bytes(cubin)
+    return run_tool("cuobjdump", *flags, str(file))
 
 
 def _key_loops(role: str) -> list[str]:
@@ -145,15 +152,15 @@ def compile_kernel(
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = GluonASTSource(kernel, types, values, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    assert compiled.metadata.shared <= _SHARED_MEMORY_BYTES
+    assert compiled.metadata.shared <= SHARED_MEMORY_BYTES
     flags = [] if options.get("enable_fp_fusion", True) else ["--fmad=false"]
     with tempfile.TemporaryDirectory() as folder:
         ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         ptx.write_text(compiled.asm["ptx"])
         cubin.write_bytes(compiled.asm["cubin"])
         again = str(Path(folder, "again.cubin"))
-        notes = _tool("ptxas", "-v", *flags, "--gpu-name=sm_90a", str(ptx), "-o", again)
-        sass = _tool("cuobjdump", "-sass", str(cubin))
+        notes = run_tool("ptxas", "-v", *flags, "--gpu-name=sm_90a", str(ptx), "-o", again)
+        sass = run_tool("cuobjdump", "-sass", str(cubin))
     assert not re.findall(r"C75\d\d", notes)
     return Build(notes, sass, compiled.metadata.shared)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,7 @@ from mlacast.kernels.triton import (  # noqa: E402
     kv_cache_gather,
     rope_quantize_fp8,
 )
-
-BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+from tests.kernels.sm90_build import disassemble  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -225,25 +223,18 @@ def _compile(variant: Variant) -> Any:
     return triton.compile(source, target=target, options=options)
 
 
-def _disassemble(cubin: bytes, folder: Path, *flags: str) -> str:
-    file = folder / "kernel.cubin"
-    file.write_bytes(cubin)
-    command = [str(BIN / "cuobjdump"), *flags, str(file)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
 @pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"
 )
 @pytest.mark.parametrize("variant", ROPE_VARIANTS + CACHE_VARIANTS, ids=lambda one: one.name)
 def test_compiles_into_few_wide_accesses(variant: Variant, tmp_path: Path) -> None:
     compiled = _compile(variant)
-    usage = _disassemble(compiled.asm["cubin"], tmp_path, "-res-usage")
+    usage = disassemble(compiled.asm["cubin"], tmp_path, "-res-usage")
     registers, stack = (re.search(rf"{name}:(\d+)", usage) for name in ("REG", "STACK"))
     assert registers is not None and int(registers[1]) <= variant.registers, usage
     # A few spilled words are cheaper than a resident program less.
     assert stack is not None and int(stack[1]) <= 16, usage
-    sass = _disassemble(compiled.asm["cubin"], tmp_path, "-sass")
+    sass = disassemble(compiled.asm["cubin"], tmp_path, "-sass")
     assert sass.count("LDG.E.128") >= variant.loads
     assert sass.count("STG.E.128") >= variant.stores
     casts_to_fp8 = variant.module is rope_quantize_fp8 or (

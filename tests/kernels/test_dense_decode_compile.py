@@ -14,6 +14,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from mlacast.kernels.triton import decode_metadata, dense_mla_decode  # noqa: E402
 from tests.kernels import test_triton_compile as gates  # noqa: E402
+from tests.kernels.sm90_build import disassemble  # noqa: E402
 
 DENSE = dense_mla_decode._dense_mla_decode_kernel
 PLANNER = decode_metadata._decode_metadata_kernel
@@ -72,7 +73,7 @@ def test_the_scheduler(size: tuple[int, int], tmp_path: Path) -> None:
         target=GPUTarget("cuda", 90, 32),
         options={"num_warps": num_warps, "enable_fp_fusion": False},
     )
-    usage = gates._disassemble(compiled.asm["cubin"], tmp_path, "-res-usage")
+    usage = disassemble(compiled.asm["cubin"], tmp_path, "-res-usage")
     # Nothing of it may spill: the walk over the parts is one long chain.
     assert "STACK:0" in usage, usage
     assert compiled.metadata.shared <= 48 * 1024

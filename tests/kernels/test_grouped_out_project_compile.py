@@ -18,7 +18,7 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from mlacast.kernels.gluon.sm90 import grouped_out_project as hopper  # noqa: E402
 from mlacast.kernels.triton import grouped_out_project as portable  # noqa: E402
 from tests.kernels import test_triton_compile as gates  # noqa: E402
-from tests.kernels.sm90_build import _SHARED_MEMORY_BYTES, _tool, needs_gated_triton  # noqa: E402
+from tests.kernels.sm90_build import SHARED_MEMORY_BYTES, disassemble, needs_gated_triton, run_tool  # noqa: E402
 
 # Kind, features of a scale, types of codes, scales and the scale of the tensor.
 FORMATS = {
@@ -109,11 +109,11 @@ def test_portable_kernel_compiles_within_limits(
 ) -> None:
     compiled = _compile(format, weights, tokens, capability)
     assert compiled.metadata.shared <= gates.SHARED_LIMIT[capability]
-    usage = gates._disassemble(compiled.asm["cubin"], tmp_path, "-res-usage")
+    usage = disassemble(compiled.asm["cubin"], tmp_path, "-res-usage")
     stack = re.search(r"STACK:(\d+)", usage)
     assert stack is not None
     assert int(stack[1]) == 0, usage
-    sass = gates._disassemble(compiled.asm["cubin"], tmp_path, "-sass")
+    sass = disassemble(compiled.asm["cubin"], tmp_path, "-sass")
     assert set(re.findall(r"\b(HGMMA|QGMMA|HMMA)\b", sass)) == {product}
     # Codes come in pieces of 16 bytes.
     assert re.search(r"LDGSTS\.E(?:\.\w+)*\.128", sass)
@@ -121,11 +121,9 @@ def test_portable_kernel_compiles_within_limits(
 
 def test_portable_kernel_reads_chunk32_in_pieces_of_16_bytes(tmp_path: Path) -> None:
     compiled = _compile("ue8m0_32", "groups", 64, 90, chunk32=True)
-    sass = gates._disassemble(compiled.asm["cubin"], tmp_path, "-sass")
+    sass = disassemble(compiled.asm["cubin"], tmp_path, "-sass")
     loads = len(re.findall(r"LDGSTS\.E(?:\.\w+)*\.128", sass))
-    plain = gates._disassemble(
-        _compile("ue8m0_32", "groups", 64, 90).asm["cubin"], tmp_path, "-sass"
-    )
+    plain = disassemble(_compile("ue8m0_32", "groups", 64, 90).asm["cubin"], tmp_path, "-sass")
     assert loads == len(re.findall(r"LDGSTS\.E(?:\.\w+)*\.128", plain))
 
 
@@ -188,14 +186,14 @@ def test_hopper_kernel_fits_and_multiplies_codes(per_32: bool, variant: hopper.V
     source = GluonASTSource(kernel, signature, values, attributes)
     options = {"num_warps": 4, "maxnreg": hopper.MAX_REGISTERS}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    assert compiled.metadata.shared <= _SHARED_MEMORY_BYTES
+    assert compiled.metadata.shared <= SHARED_MEMORY_BYTES
     with tempfile.TemporaryDirectory() as folder:
         ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         ptx.write_text(compiled.asm["ptx"])
         cubin.write_bytes(compiled.asm["cubin"])
         again = str(Path(folder, "again.cubin"))
-        notes = _tool("ptxas", "-v", "--gpu-name=sm_90a", str(ptx), "-o", again)
-        sass = _tool("cuobjdump", "-sass", str(cubin))
+        notes = run_tool("ptxas", "-v", "--gpu-name=sm_90a", str(ptx), "-o", again)
+        sass = run_tool("cuobjdump", "-sass", str(cubin))
     # No role lost its registers, no product waits for another, nothing spills.
     assert not re.findall(r"C75\d\d", notes)
     assert {int(number) for number in re.findall(r"(\d+) bytes spill", notes)} == {0}

@@ -21,6 +21,7 @@ from mlacast.kernels.triton import (  # noqa: E402
     v_up_project,
 )
 from tests.kernels import test_triton_compile as gates  # noqa: E402
+from tests.kernels.sm90_build import disassemble  # noqa: E402
 
 PREFILL = dense_mla_prefill._dense_mla_prefill_kernel
 MERGE = merge_attention_states._merge_attention_states_kernel
@@ -181,12 +182,12 @@ def test_compiles_within_limits(configuration: Configuration, tmp_path: Path) ->
         99 << 10 if "99_kib" in configuration.id else gates.SHARED_LIMIT[configuration.capability]
     )
     assert compiled.metadata.shared <= limit
-    usage = gates._disassemble(compiled.asm["cubin"], tmp_path, "-res-usage")
+    usage = disassemble(compiled.asm["cubin"], tmp_path, "-res-usage")
     stack = re.search(r"STACK:(\d+)", usage)
     assert stack is not None
     # With all 255 registers in use, ptxas spills a few of them on sm_80.
     assert int(stack[1]) <= (0 if configuration.capability == 90 else 128), usage
-    sass = gates._disassemble(compiled.asm["cubin"], tmp_path, "-sass")
+    sass = disassemble(compiled.asm["cubin"], tmp_path, "-sass")
     if configuration.product:
         assert set(re.findall(r"\b(HGMMA|HMMA)\b", sass)) == {configuration.product}
     # Rows come in pieces of 16 bytes.

@@ -62,7 +62,7 @@ def _build(constants: dict[str, Any]) -> Build:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from mlacast.kernels.gluon.sm90.dense_mla_prefill import OPTIONS, dense_mla_prefill_kernel
-    from tests.kernels.sm90_build import _tool
+    from tests.kernels.sm90_build import run_tool
 
     names = dense_mla_prefill_kernel.arg_names
     types = {
@@ -77,8 +77,8 @@ def _build(constants: dict[str, Any]) -> Build:
         ptx.write_text(compiled.asm["ptx"])
         cubin.write_bytes(compiled.asm["cubin"])
         again = str(Path(folder, "again.cubin"))
-        notes = _tool("ptxas", "-v", "--gpu-name=sm_90a", str(ptx), "-o", again)
-        sass = _tool("cuobjdump", "-sass", str(cubin))
+        notes = run_tool("ptxas", "-v", "--gpu-name=sm_90a", str(ptx), "-o", again)
+        sass = run_tool("cuobjdump", "-sass", str(cubin))
     return Build(notes, sass, compiled.metadata.shared)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ from triton.compiler import ASTSource  # noqa: E402
 from mlacast.kernels.common import combine_splits  # noqa: E402
 from mlacast.kernels.config.sparse_attention import tile_config  # noqa: E402
 from mlacast.kernels.triton import sparse_mla_decode, sparse_mla_prefill  # noqa: E402
+from tests.kernels.sm90_build import disassemble  # noqa: E402
 
-BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Shared memory a block may have: 227 KB on compute capability 9.0, 163 KB on 8.0.
 SHARED_LIMIT = {90: 227 * 1024, 80: 163 * 1024}
 
@@ -207,13 +206,6 @@ def _compile(configuration: Configuration) -> Any:
     return triton.compile(source, target=target, options=options)
 
 
-def _disassemble(cubin: bytes, folder: Path, *flags: str) -> str:
-    file = folder / "kernel.cubin"
-    file.write_bytes(cubin)
-    command = [str(BIN / "cuobjdump"), *flags, str(file)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
 @pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"
 )
@@ -222,13 +214,13 @@ def test_compiles_within_limits(configuration: Configuration, tmp_path: Path) ->
     compiled = _compile(configuration)
     shared = compiled.metadata.shared
     assert shared <= SHARED_LIMIT[configuration.capability], f"{shared} bytes of shared memory"
-    usage = _disassemble(compiled.asm["cubin"], tmp_path, "-res-usage")
+    usage = disassemble(compiled.asm["cubin"], tmp_path, "-res-usage")
     registers = re.search(r"REG:(\d+)", usage)
     assert registers is not None and int(registers[1]) <= 255, usage
     if not configuration.heads:
         return
     operations = set(
-        re.findall(r"\b(HGMMA|HMMA)\b", _disassemble(compiled.asm["cubin"], tmp_path, "-sass"))
+        re.findall(r"\b(HGMMA|HMMA)\b", disassemble(compiled.asm["cubin"], tmp_path, "-sass"))
     )
     # A tile of 64 heads fills the 64 rows of the warp-group instruction; smaller ones use HMMA.
     uses_hgmma = configuration.heads >= 64 and configuration.capability >= 90

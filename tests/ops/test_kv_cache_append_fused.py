@@ -10,23 +10,15 @@ import mlacast
 from tests import oracles
 from tests.format_cases import storage_bytes
 from tests.ops.rejections import Arguments, Rejection, assert_rejected, poisoned, rejection_id
-from tests.scenarios import CACHES, CacheCase, cache_id
+from tests.scenarios import CACHES, CacheCase, cache_id, poisoned_cache
 
 BF16 = torch.bfloat16
-
-
-def _allocate(cache: CacheCase, pages: int = 2, page_size: int = 3) -> Tensor:
-    kv_format = mlacast.KvFormat.from_name(cache.name)
-    width = None if kv_format.d_qk is not None else cache.d_qk
-    target = kv_format.allocate(pages, page_size, d_qk=width)
-    storage_bytes(target).fill_(0x5A)
-    return target
 
 
 def _append(
     cache: CacheCase, latent: Tensor, slots: Tensor, backend: str, **options: object
 ) -> Tensor:
-    target = _allocate(cache)
+    target = poisoned_cache(cache, 2, 3)
     kv_format = mlacast.KvFormat.from_name(cache.name)
     mlacast.kv_cache_append(latent, slots, target, kv_format, backend=backend, **options)  # type: ignore[arg-type]
     return storage_bytes(target)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from tools.mutations.fault import Fault
 
 _SM90 = "mlacast/kernels/gluon/sm90/"
-_COMPILE = "tests/kernels/test_sm90_sparse_mla_decode_compile.py"
 
 LAUNCHERS = (
     Fault(
