@@ -87,7 +87,8 @@ def run(sanitizer: str, tool: str, test: str, limit_s: float) -> Outcome:
     state = "clean" if outcome.is_clean else f"NOT CLEAN (exit {code}, errors {outcome.errors})"
     print(f"{tool:10s} {outcome.seconds:6.1f} s  {state}  {test}", flush=True)
     if not outcome.is_clean:
-        print(output[-2000:], flush=True)
+        said = [line for line in output.splitlines() if line.startswith("=========")]
+        print("\n".join(said[:40]), output[-1000:], sep="\n", flush=True)
     return outcome
 
 

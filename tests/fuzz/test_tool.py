@@ -15,7 +15,7 @@ import torch
 from mlacast.dispatch import select
 from mlacast.ops import known_calls
 from mlacast.reference import launch
-from tests.fuzz import seeded
+from tests.fuzz import attention, seeded
 from tests.fuzz.draw import SeededDraw
 from tests.fuzz.seeded import Task
 from tools import fuzz_gpu
@@ -169,3 +169,14 @@ def test_a_report_adds_up() -> None:
     summary = report.as_json(1, 2.0, CPU)
     wanted = {"cases": 5, "configurations": 2, "not_covered": 1}
     assert summary["cases"] == 5 and summary["by_subject"]["kv_cache_append/chosen"] == wanted
+
+
+def test_bounds_of_large_scores_are_numbers() -> None:
+    """An infinite relative error of a sum that is zero is no NaN."""
+    q = torch.full((1, 1, 512), 1e9, dtype=torch.float64)
+    keys = torch.zeros(1, 2, 512, dtype=torch.float64)
+    keys[..., 0] = 3.0
+    valid = torch.ones(1, 2, dtype=torch.bool)
+    expected = attention.attend(q, keys, valid, seeded.PRECISION, sm_scale=100.0, moved_keys=8)
+    assert float(expected.logit_error.min()) > 1e3
+    assert not bool(expected.out_error.isnan().any())
