@@ -23,6 +23,7 @@ from mlacast.call_log.regions import Region, place_tensors, restore_region
 from mlacast.call_log.restore import DeviceMap, TreeDecoder
 from mlacast.call_log.safetensors_file import SafetensorsFile, digest_of
 from mlacast.call_log.tree import TreeEncoder, leaves_of
+from mlacast.call_log.wrap import unlogged
 
 # How a replay went.
 RAN = "ran"
@@ -123,7 +124,7 @@ def replay_dump(
 
 
 def find_function(name: str) -> Callable[..., Any]:
-    """Return a public function of mlacast, undecorated.
+    """Return a public function of mlacast, without logging.
 
     Raises:
         DumpError: ``name`` is none: every part of it has to be exported by the one before.
@@ -145,7 +146,7 @@ def find_function(name: str) -> Callable[..., Any]:
             raise DumpError(f"{name!r} is no public function of this mlacast")
     if not inspect.isfunction(found):
         raise DumpError(f"{name!r} is no function")
-    function: Callable[..., Any] = inspect.unwrap(found)
+    function: Callable[..., Any] = unlogged(found)
     return function
 
 

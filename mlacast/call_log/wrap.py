@@ -15,6 +15,10 @@ from mlacast.call_log.settings import Settings
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+# On functions that `logged` returns: others have a ``__wrapped__`` as well.
+_UNLOGGED = "_mlacast_unlogged"
+
+
 class _Thread(threading.local):
     """Whether this thread is inside a logged call."""
 
@@ -56,6 +60,13 @@ def logged(function: Function, name: str, settings: Settings) -> Function:
 
     # Where a user finds it, so that it can be pickled by name like any function.
     call.__module__, _, call.__qualname__ = name.rpartition(".")
+    setattr(call, _UNLOGGED, function)
     wrapper: Any = call
     stand_in: Function = wrapper
     return stand_in
+
+
+def unlogged(function: Function) -> Function:
+    """Return what `logged` was given if ``function`` comes from there, else ``function``."""
+    plain: Function = getattr(function, _UNLOGGED, function)
+    return plain

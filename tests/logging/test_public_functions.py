@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import os
@@ -17,6 +18,8 @@ import pytest
 import mlacast
 from mlacast import compat
 from mlacast.call_log.replay import find_function
+from mlacast.call_log.settings import Settings
+from mlacast.call_log.wrap import logged, unlogged
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = ["mlacast"] + [
@@ -111,3 +114,17 @@ def test_at_level_0_none_does_and_nothing_is_loaded() -> None:
 @pytest.mark.parametrize("name", all_public_functions())
 def test_every_public_function_can_be_replayed_by_its_name(name: str) -> None:
     assert find_function(name) is all_public_functions()[name]
+
+
+def test_only_logging_is_taken_off() -> None:
+    """Functions that repeat their calls are wrapped too, and replayed as they are."""
+
+    def plain() -> None:
+        """Do nothing."""
+
+    @functools.wraps(plain)
+    def around() -> None:
+        plain()
+
+    assert unlogged(around) is around
+    assert unlogged(logged(around, "mlacast.around", Settings(level=1))) is around
