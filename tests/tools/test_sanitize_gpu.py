@@ -42,6 +42,7 @@ def test_errors_are_counted(output: str, count: int | None) -> None:
         (0, "1 passed in 3.0s\n== ERROR SUMMARY: 2 errors\n", False),
         (0, "1 passed in 3.0s\n", False),
         (0, "1 skipped in 3.0s\n== ERROR SUMMARY: 0 errors\n", False),
+        (0, "1 passed, 1 skipped in 3.0s\n== ERROR SUMMARY: 0 errors\n", False),
         (1, "1 failed in 3.0s\n== ERROR SUMMARY: 0 errors\n", False),
     ],
 )
