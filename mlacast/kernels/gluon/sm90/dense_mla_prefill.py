@@ -28,6 +28,7 @@ from mlacast.kernels.gluon.sm90.dense_mla_prefill_tiles import (
     STAGES,
     TILE_M,
     TILE_WORDS,
+    V_ARRIVALS,
 )
 
 # The registers of all roles use up the register file.
@@ -142,7 +143,7 @@ def dense_mla_prefill_kernel(
         mbarrier.init(k_ready.index(i), count=1)
         mbarrier.init(k_free.index(i), count=CONSUMERS)
     for i in gl.static_range(STAGES):
-        mbarrier.init(v_ready.index(i), count=1)
+        mbarrier.init(v_ready.index(i), count=V_ARRIVALS)
         mbarrier.init(v_free.index(i), count=CONSUMERS)
     buffers = (q_smem, k_smem, v_smem, words_smem)
     barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free)

@@ -10,6 +10,7 @@ from mlacast.kernels.gluon.sm90.dense_mla_prefill_tiles import (
     CONSUMERS,
     STAGES,
     TILE_M,
+    V_ARRIVALS,
     count_level,
     heads_of_section,
     sequence_of_rank,
@@ -64,6 +65,8 @@ def _load_values(desc, smem, ready, free, count, row, column):
     """Copy a block of values [128, 128]."""
     stage = count % STAGES
     mbarrier.wait(free.index(stage), ((count // STAGES) & 1) ^ 1)
+    # In the place of a last block's copies, one of each thread.
+    mbarrier.arrive(ready.index(stage), count=V_ARRIVALS - 1)
     mbarrier.expect(ready.index(stage), _V_BYTES)
     tma.async_copy_global_to_shared(desc, [row, column], ready.index(stage), smem.index(stage))
 
@@ -85,9 +88,7 @@ def _load_last_values(source, smem, ready, free, count, row, num_keys):
         async_copy.async_copy_global_to_shared(
             smem.index(stage).slice(start, 16, dim=0), pointers, mask=(key < num_keys)[:, None]
         )
-    # The copies' arrivals are added to what the phase waits for before the one that counts.
-    async_copy.mbarrier_arrive(ready.index(stage))
-    gl.thread_barrier()
+    async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
     mbarrier.arrive(ready.index(stage), count=1)
 
 

@@ -19,6 +19,8 @@ TILE_M = gl.constexpr(128)
 BLOCK_N = gl.constexpr(128)
 # Blocks of keys in shared memory, and of values.
 STAGES = gl.constexpr(2)
+# A block of values has arrived when the load role's 32 threads have copied it, or none had to.
+V_ARRIVALS = gl.constexpr(33)
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 
