@@ -7,6 +7,7 @@ absorption and the output is not rotated back.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from mlacast.descriptors.kv_format import KvFormat
@@ -50,6 +51,7 @@ class Case:
         extra_topk: Index columns of the second pool, 0 without one.
         extra_kv_format: Format of the second pool.
         fused: Whether norm, rotations, sink and cast are inside.
+        batch_invariant: Whether a decode splits each row by that row alone.
         protocol: "burst" or "graph", see ``mlacast.bench.protocols``.
         target: What it is measured against.
     """
@@ -65,6 +67,7 @@ class Case:
     extra_topk: int = 0
     extra_kv_format: KvFormat | None = None
     fused: bool = True
+    batch_invariant: bool = False
     protocol: str = "graph"
     target: Target = Target()
 
@@ -176,7 +179,14 @@ DECODE_CASES = (
     *(_decode("v4", KvFormat.V4, KvFormat.V4, heads, 512, 128, _FLOOR) for heads in (8, 16, 32)),
 )
 
-CASES = PREFILL_CASES + DECODE_CASES
+# What it costs, beside the same calls without it.
+INVARIANT_CASES = tuple(
+    dataclasses.replace(case, name=f"{case.name}-invariant", batch_invariant=True, target=Target())
+    for case in DECODE_CASES
+    if case.name in {f"decode-v41-h64-128+512-b{tokens}" for tokens in (1, 16, 64, 256)}
+)
+
+CASES = PREFILL_CASES + DECODE_CASES + INVARIANT_CASES
 
 
 def select_cases(substring: str) -> tuple[Case, ...]:

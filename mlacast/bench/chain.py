@@ -35,9 +35,15 @@ class Chain:
 
 
 def has_chain(workload: Workload) -> bool:
-    """Whether the case has separate steps, and this device what their kernels need."""
+    """Whether the case has separate steps, and this device what their kernels need.
+
+    A case with batch invariance is measured against the same case without.
+    """
     device = workload.sets[0].q.device
-    if not workload.case.fused or device.type != "cuda" or torch.version.hip is not None:
+    case = workload.case
+    if not case.fused or case.batch_invariant:
+        return False
+    if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= OLDEST_CAPABILITY
 

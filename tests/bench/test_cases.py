@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from mlacast.bench.cases import CASES, Case, select_cases
@@ -20,8 +22,16 @@ def test_a_peer_comes_before_what_is_measured_against_it() -> None:
             assert names.index(case.target.peer) < names.index(case.name)
 
 
-def test_every_case_has_a_target() -> None:
+def test_every_case_has_a_target_or_is_there_to_be_compared() -> None:
+    plain = [case for case in CASES if not case.batch_invariant]
     for case in CASES:
+        if case.batch_invariant:
+            name = case.name.removesuffix("-invariant")
+            (other,) = (other for other in plain if other.name == name)
+            assert case == dataclasses.replace(
+                other, name=case.name, batch_invariant=True, target=case.target
+            )
+            continue
         target = case.target
         given = [target.first_us, target.floor_factor, target.peer]
         assert len([value for value in given if value is not None]) == 1, case.name
