@@ -17,7 +17,13 @@ import triton.language as tl
 
 from mlacast.descriptors.kv_format import KvFormat
 from mlacast.descriptors.rope import Rope
-from mlacast.kernels.common.fp8_casts import as_bits, as_float32, has_fp8_casts, to_fp8
+from mlacast.kernels.common.fp8_casts import (
+    as_bits,
+    as_float32,
+    has_fp8_casts,
+    to_bf16_bits,
+    to_fp8,
+)
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.record_places import flat_records, record_constants, record_places
 from mlacast.kernels.config.caches import AppendConfig, append_config
@@ -25,9 +31,10 @@ from mlacast.kernels.triton.kv_cache_append_encode import (
     bf16_bytes,
     bits_of,
     encode_fp4,
+    encode_fp8,
     encode_pow2,
+    in_two,
     rotate_pairs,
-    round_to_bf16,
     sum_of_squares,
     word_bytes,
 )
@@ -58,9 +65,13 @@ def _range(slot):
 
 @triton.jit
 def _may_have_twins(
-    slots_ptr, stride_slots, first, slot, valid, ROWS: tl.constexpr, TILE: tl.constexpr
+    slots_ptr, stride_slots, first, slot, valid, near, ROWS: tl.constexpr, TILE: tl.constexpr
 ):
-    """Not 0 unless the valid slots of rows ``first``.. differ from each other and earlier ones."""
+    """Not 0 unless the valid slots of rows ``first``.. differ from each other and earlier ones.
+
+    ``near`` are the first TILE slots, -1 from row ``first`` on: a tile is on its way while the one
+    before it is looked at.
+    """
     row = tl.arange(0, ROWS)
     # Rows that cross into the next page are two runs of neighbours, those near the first slot and
     # the rest: no slot is in both.
@@ -80,13 +91,15 @@ def _may_have_twins(
     nearest = tl.full((TILE,), 0xFFFFFFFF, tl.uint32)
     next_nearest = nearest
     for start in range(0, first, TILE):
-        at = start + tl.arange(0, TILE)
-        other = tl.load(slots_ptr + at.to(tl.int64) * stride_slots, mask=at < first, other=-1)
-        other = other.to(tl.int32)
+        at = start + TILE + tl.arange(0, TILE)
+        ahead = tl.load(slots_ptr + at.to(tl.int64) * stride_slots, mask=at < first, other=-1)
+        other = near.to(tl.int32)
         nearest = tl.minimum(nearest, (other - low).to(tl.uint32, bitcast=True))
         next_nearest = tl.minimum(next_nearest, (other - next_low).to(tl.uint32, bitcast=True))
-    meets = (tl.min(nearest) <= span) | (tl.min(next_nearest) <= next_span)
-    return meets.to(tl.int32) | tl.max(tl.where(follows, 0, valid.to(tl.int32)))
+        near = ahead
+    meets = (nearest <= span) | (next_nearest <= next_span)
+    doubtful = tl.max(tl.where(follows, 0, valid.to(tl.int32)))
+    return tl.max(meets.to(tl.int32)) | doubtful
 
 
 @triton.jit
@@ -101,7 +114,8 @@ def _twins(slots_ptr, stride_slots, first, num_rows, ROWS: tl.constexpr, STEP: t
         at = start + tl.arange(0, STEP)
         near = _load_slots(slots_ptr, stride_slots, at, at < first)
         found |= (slot[:, None] == near[None, :]).to(tl.int32)
-    return tl.sum((tl.max(found, 1) | tl.max(same.to(tl.int32), 1)) << row)
+    twin = (tl.max(found, 1) | tl.max(same.to(tl.int32), 1)).to(tl.int64)
+    return tl.sum(twin << row)
 
 
 @triton.jit
@@ -112,6 +126,7 @@ def _has_lower_twin(
     slot,
     valid,
     num_rows,
+    near,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     STEP: tl.constexpr,
@@ -120,8 +135,8 @@ def _has_lower_twin(
     if TILE == 0:
         bits = _twins(slots_ptr, stride_slots, first, num_rows, ROWS, STEP)
     else:
-        bits = first * 0
-        if _may_have_twins(slots_ptr, stride_slots, first, slot, valid, ROWS, TILE) != 0:
+        bits = first.to(tl.int64) * 0
+        if _may_have_twins(slots_ptr, stride_slots, first, slot, valid, near, ROWS, TILE) != 0:
             bits = _twins(slots_ptr, stride_slots, first, num_rows, ROWS, STEP)
     return (bits >> tl.arange(0, ROWS)) & 1
 
@@ -144,7 +159,8 @@ def _store_scales(cache_ptr, start, scales, mask, used: tl.constexpr, last: tl.c
 
 @triton.jit
 def _store_dimensions(
-    x,
+    a,
+    b,
     cache_ptr,
     data,
     scale,
@@ -152,53 +168,62 @@ def _store_dimensions(
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
     RECORD: tl.constexpr,
-    IS_BF16: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Encode and store dimensions FIRST to LAST, the first ones of ``x`` [ROWS, C]."""
-    ROWS: tl.constexpr = x.shape[0]
-    C: tl.constexpr = x.shape[1]
+    """Encode and store dimensions FIRST to LAST, the first ones of ``a`` and ``b`` [ROWS, C]."""
+    ROWS: tl.constexpr = a.shape[0]
+    C: tl.constexpr = a.shape[1]
     COUNT: tl.constexpr = LAST - FIRST
-    if RECORD == "rows":
-        _store(cache_ptr, data + FIRST, bits_of(x, IS_BF16, NATIVE), write, COUNT)
-    elif RECORD == "fp8":
-        _store(cache_ptr, data + FIRST, to_fp8(x, False, NATIVE), write, COUNT)
-    elif RECORD == "v32":
-        codes, scales = encode_pow2(x, ROWS, C, 128, True, NATIVE)
+    if RECORD == "fp8":
+        codes = encode_fp8(a, b, ROWS, C, NATIVE)
         _store(cache_ptr, data + FIRST, codes, write, COUNT)
-        words = word_bytes(scales, ROWS, C // 128)
+    elif RECORD == "v32":
+        codes, scales = encode_pow2(a, b, ROWS, C, 128, True, NATIVE)
+        _store(cache_ptr, data + FIRST, codes, write, COUNT)
+        words = word_bytes(scales, ROWS, C // 64)
         _store(cache_ptr, data + (512 + FIRST // 32), words, write, COUNT // 32)
     elif RECORD == "v4":
         # The byte after the seven scales is padding, a zero.
-        codes, scales = encode_pow2(x, ROWS, C, 64, False, NATIVE)
+        codes, scales = encode_pow2(a, b, ROWS, C, 64, False, NATIVE)
         _store(cache_ptr, data + FIRST, codes, write, COUNT)
-        _store_scales(cache_ptr, scale + FIRST // 64, scales, write, COUNT // 64, C // 64)
+        _store_scales(cache_ptr, scale + FIRST // 64, scales, write, COUNT // 64, C // 32)
     elif RECORD == "v41":
-        codes, scales = encode_pow2(x, ROWS, C, 32, False, NATIVE)
+        codes, scales = encode_pow2(a, b, ROWS, C, 32, False, NATIVE)
         _store(cache_ptr, data + FIRST, codes, write, COUNT)
         _store(cache_ptr, scale + FIRST // 32, scales.to(tl.uint8), write, COUNT // 32)
     elif RECORD == "v41_fp4":
-        codes, scales = encode_fp4(x, ROWS, C, False, NATIVE)
+        codes, scales = encode_fp4(a, b, ROWS, C, False, NATIVE)
         _store(cache_ptr, data + FIRST // 2, codes, write, COUNT // 2)
         _store(cache_ptr, scale + FIRST // 16, scales, write, COUNT // 16)
     else:
         tl.static_assert(RECORD == "nvfp4_384", "unknown record format")
         # The four bytes after the 28 scales are padding, zeros.
-        codes, scales = encode_fp4(x, ROWS, C, True, NATIVE)
+        codes, scales = encode_fp4(a, b, ROWS, C, True, NATIVE)
         _store(cache_ptr, data + FIRST // 2, codes, write, COUNT // 2)
-        _store_scales(cache_ptr, scale + FIRST // 16, scales, write, COUNT // 16, C // 16)
+        _store_scales(cache_ptr, scale + FIRST // 16, scales, write, COUNT // 16, C // 8)
 
 
 @triton.jit
 def _normed(
-    x, factor, weight_ptr, FIRST: tl.constexpr, HAS_WEIGHT: tl.constexpr, NATIVE: tl.constexpr
+    x,
+    factor,
+    weight_ptr,
+    column,
+    HAS_WEIGHT: tl.constexpr,
+    KEEPS_NAN: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
-    """Dimensions FIRST.. of a normed row, rounded to bfloat16."""
+    """Columns ``column`` of a normed row, rounded to bfloat16: bits.
+
+    Which bits a NaN has does not matter unless KEEPS_NAN.
+    """
     x = x * factor[:, None]
     if HAS_WEIGHT:
-        weight = tl.load(weight_ptr + FIRST + tl.arange(0, x.shape[1]))
-        x = x * as_float32(weight)[None, :]
-    return round_to_bf16(x, NATIVE)
+        x = x * as_float32(tl.load(weight_ptr + column))[None, :]
+    if NATIVE and not KEEPS_NAN:
+        return x.to(tl.bfloat16).to(tl.int16, bitcast=True)
+    else:
+        return to_bf16_bits(x, NATIVE)
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
@@ -235,62 +260,78 @@ def _kv_cache_append_kernel(
 ):
     """Write ROWS rows. Grid: (ceil(num_rows / ROWS),).
 
-    The first 512 dimensions are encoded in two halves, for the sake of registers, and the last 64
-    on their own where they are kept, or rotated, apart from the others.
+    The first 512 dimensions are two tiles (see ``kv_cache_append_encode``), and the last 64 are
+    treated on their own where they are kept, or rotated, apart from the others.
     """
     KEEPS_TAIL: tl.constexpr = RECORD == "v32" or RECORD == "v4" or RECORD == "nvfp4_384"
     HAS_TAIL: tl.constexpr = D_QK == 576 or HAS_ROPE or KEEPS_TAIL
     MAIN: tl.constexpr = D_QK - 64 if HAS_TAIL else 512
+    # What is stored as it came needs no groups, and its stores are as wide as its loads.
+    RUN: tl.constexpr = 256 if RECORD == "rows" else 8
     first = tl.program_id(0) * ROWS
     row = first + tl.arange(0, ROWS)
     exists = row < num_rows
     row = row.to(tl.int64)
     slot = tl.load(slots_ptr + row * stride_slots, mask=exists, other=-1).to(tl.int64)
-    # The latents are asked for before anything waits for slots.
-    d = tl.arange(0, 256)
-    latent = latent_ptr + (row * stride_latent)[:, None] + d[None, :]
-    mask = exists[:, None] & (d >= 0)[None, :]
-    raw_left = tl.load(latent, mask=mask)
-    raw_right = tl.load(latent + 256, mask=mask)
-    if HAS_TAIL:
-        t = tl.arange(0, 64)
-        tail = latent_ptr + (row * stride_latent)[:, None] + (D_QK - 64 + t)[None, :]
-        raw_tail = tl.load(tail, mask=exists[:, None] & (t >= 0)[None, :])
+    if TILE == 0:
+        near = slot
+    else:
+        at = tl.arange(0, TILE)
+        near = tl.load(slots_ptr + at.to(tl.int64) * stride_slots, mask=at < first, other=-1)
     if HAS_ROPE:
         position = tl.load(positions_ptr + row * stride_positions, mask=exists, other=0)
+    # The latents are asked for before anything waits for slots.
+    c = tl.arange(0, 256)
+    column = (c // RUN) * (2 * RUN) + c % RUN
+    latent = latent_ptr + (row * stride_latent)[:, None] + column[None, :]
+    mask = exists[:, None] & (column >= 0)[None, :]
+    a = tl.load(latent, mask=mask)
+    b = tl.load(latent + RUN, mask=mask)
+    if HAS_TAIL:
+        t = tl.arange(0, 64)
+        tail = tl.load(
+            latent_ptr + (row * stride_latent)[:, None] + (D_QK - 64 + t)[None, :],
+            mask=exists[:, None] & (t >= 0)[None, :],
+        )
+    if HAS_ROPE:
         angle = tl.minimum(tl.maximum(position.to(tl.int64), 0), table_rows - 1) * stride_table
         pair = tl.arange(0, 32)
         angles = table_ptr + angle[:, None] + pair[None, :]
         cos = tl.load(angles, mask=exists[:, None] & (pair >= 0)[None, :])
         sin = tl.load(angles + 32, mask=exists[:, None] & (pair >= 0)[None, :])
     valid = exists & (slot >= 0) & (slot < num_slots)
-    twin = _has_lower_twin(slots_ptr, stride_slots, first, slot, valid, num_rows, ROWS, TILE, STEP)
+    twin = _has_lower_twin(
+        slots_ptr, stride_slots, first, slot, valid, num_rows, near, ROWS, TILE, STEP
+    )
     write = valid & (twin == 0)
     data, scale = record_places(slot, write, page_size, stride_page, INLINE, DATA, SCALE)
-    left, right = as_float32(raw_left), as_float32(raw_right)
-    if HAS_TAIL:
-        tail = as_float32(raw_tail)
     if HAS_NORM:
-        mean = (sum_of_squares(left) + sum_of_squares(right)) * 0.001953125
+        a, b = as_float32(a), as_float32(b)
+        mean = sum_of_squares(a, b, ROWS, RUN) * 0.001953125
         factor = tl.math.div_rn(1.0, tl.math.sqrt_rn(mean + eps))
-        left = _normed(left, factor, weight_ptr, 0, HAS_WEIGHT, NATIVE)
-        right = _normed(right, factor, weight_ptr, 256, HAS_WEIGHT, NATIVE)
+        KEEPS_NAN: tl.constexpr = RECORD == "rows"
+        a = _normed(a, factor, weight_ptr, column, HAS_WEIGHT, KEEPS_NAN, NATIVE)
+        b = _normed(b, factor, weight_ptr, column + RUN, HAS_WEIGHT, KEEPS_NAN, NATIVE)
         if D_QK == 512 and HAS_TAIL:
-            tail = _normed(tail, factor, weight_ptr, 448, HAS_WEIGHT, NATIVE)
+            tail = _normed(as_float32(tail), factor, weight_ptr, 448 + t, HAS_WEIGHT, True, NATIVE)
     if HAS_ROPE:
-        tail = rotate_pairs(tail, cos, sin, ROWS, HALF_PAIRING, NATIVE)
-    IS_BF16: tl.constexpr = latent_ptr.dtype.element_ty == tl.int16
-    MAIN_IS_BF16: tl.constexpr = IS_BF16 or HAS_NORM
-    TAIL_IS_BF16: tl.constexpr = IS_BF16 or HAS_ROPE or (HAS_NORM and D_QK == 512)
-    _store_dimensions(left, cache_ptr, data, scale, write, 0, 256, RECORD, MAIN_IS_BF16, NATIVE)
-    _store_dimensions(right, cache_ptr, data, scale, write, 256, MAIN, RECORD, MAIN_IS_BF16, NATIVE)
+        tail = rotate_pairs(as_float32(tail), cos, sin, ROWS, HALF_PAIRING, NATIVE)
+    if RECORD == "rows":
+        _store(cache_ptr, data, bits_of(a, NATIVE), write, 256)
+        _store(cache_ptr, data + 256, bits_of(b, NATIVE), write, MAIN - 256)
+    else:
+        _store_dimensions(a, b, cache_ptr, data, scale, write, 0, MAIN, RECORD, NATIVE)
     if KEEPS_TAIL:
-        plain = bf16_bytes(bits_of(tail, TAIL_IS_BF16, NATIVE), ROWS, 64)
+        plain = bf16_bytes(bits_of(tail, NATIVE), ROWS, 64)
         _store(cache_ptr, data + (DATA - 128), plain, write, 128)
     elif HAS_TAIL:
-        _store_dimensions(
-            tail, cache_ptr, data, scale, write, MAIN, D_QK, RECORD, TAIL_IS_BF16, NATIVE
-        )
+        if RECORD == "rows":
+            _store(cache_ptr, data + MAIN, bits_of(tail, NATIVE), write, 64)
+        elif RECORD == "fp8":
+            _store(cache_ptr, data + MAIN, to_fp8(as_float32(tail), False, NATIVE), write, 64)
+        else:
+            a, b = in_two(tail, ROWS, 64)
+            _store_dimensions(a, b, cache_ptr, data, scale, write, MAIN, D_QK, RECORD, NATIVE)
 
 
 def launch_kv_cache_append(

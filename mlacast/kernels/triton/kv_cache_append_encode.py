@@ -1,52 +1,122 @@
 """Tiles of latent dimensions as codes and scales: the encoders of ``kv_cache_append``.
 
-``x`` is float32 [ROWS, C]. A group that is not finite costs its elements nothing: the factor that
-they are multiplied with is chosen so that the cast gives the codes it must have (a NaN makes every
-code 0x7F; 0.0 makes infinities NaN and the rest signed zeros).
+A tile of 2 * C columns comes as two, ``a`` and ``b`` [ROWS, C]: of every 16 columns the first eight
+are in ``a`` and the others in ``b``. A thread that loads 16 bytes of each has whole groups of 16,
+and what is computed for a group is computed once. Tiles are int16, bits of bfloat16, or numbers.
+
+A group that is not finite costs its elements nothing: the factor that they are multiplied with is
+chosen so that the cast gives the codes it must have (a NaN makes every code 0x7F; 0.0 makes
+infinities NaN and the rest signed zeros).
 """
 
 import triton
 import triton.language as tl
 
-from mlacast.kernels.common.fp8_casts import from_bf16_bits, from_e4m3, to_bf16_bits, to_fp8
-from mlacast.kernels.common.numbers import encode_e2m1_numbers, encode_ue8m0
+from mlacast.kernels.common.fp8_casts import as_float32, from_e4m3, to_bf16_bits, to_fp8
+from mlacast.kernels.common.numbers import encode_e2m1_numbers
+from mlacast.kernels.common.packed_bf16 import (
+    bf16_to_e2m1,
+    bf16_to_e4m3,
+    larger_bf16,
+    reciprocal,
+)
 
 _INFINITY = tl.constexpr(0x7F800000)
 
 
 @triton.jit
-def _largest(x, ROWS: tl.constexpr, GROUPS: tl.constexpr, VEC: tl.constexpr):
-    """Bits of the largest magnitude of a group, int32 [ROWS, GROUPS]; NaN is above infinity."""
-    bits = tl.reshape(x, (ROWS, GROUPS, VEC)).to(tl.int32, bitcast=True)
-    return tl.max(bits & 0x7FFFFFFF, 2)
+def _is_packed(x, NATIVE: tl.constexpr):
+    """Whether instructions on pairs of bfloat16 do the work."""
+    return NATIVE and x.dtype == tl.int16
+
+
+@triton.jit
+def _merged(a, b, ROWS: tl.constexpr, C: tl.constexpr, RUN: tl.constexpr):
+    """[ROWS, 2 * C] of ``a`` and ``b`` [ROWS, C], RUN columns of each in turn."""
+    one = tl.reshape(a, (ROWS, C // RUN, RUN))
+    other = tl.reshape(b, (ROWS, C // RUN, RUN))
+    return tl.reshape(tl.permute(tl.join(one, other), (0, 1, 3, 2)), (ROWS, 2 * C))
+
+
+@triton.jit
+def _per_column(group, ROWS: tl.constexpr, GROUPS: tl.constexpr, C: tl.constexpr):
+    """A value of each of GROUPS groups, for every column [ROWS, C]."""
+    wide = tl.broadcast_to(tl.expand_dims(group, 2), (ROWS, GROUPS, C // GROUPS))
+    return tl.reshape(wide, (ROWS, C))
+
+
+@triton.jit
+def _largest(a, b, ROWS: tl.constexpr, C: tl.constexpr, VEC: tl.constexpr, NATIVE: tl.constexpr):
+    """float32 bits of the largest magnitude of VEC columns, int32 [ROWS, 2 * C / VEC].
+
+    NaN is above infinity.
+    """
+    if _is_packed(a, NATIVE):
+        # Halves of what a thread has meet, so that pairs stay pairs as long as possible.
+        largest = larger_bf16(a, b)
+        halves = tl.permute(tl.reshape(largest, (ROWS, C // 8, 2, 4)), (0, 1, 3, 2))
+        left, right = tl.split(halves)
+        halves = tl.permute(
+            tl.reshape(larger_bf16(left, right), (ROWS, C // 8, 2, 2)), (0, 1, 3, 2)
+        )
+        left, right = tl.split(halves)
+        bits = (larger_bf16(left, right).to(tl.int32) & 0x7FFF) << 16
+        return tl.max(tl.reshape(bits, (ROWS, 2 * C // VEC, VEC // 8)), 2)
+    else:
+        one = as_float32(a).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        other = as_float32(b).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        grouped = tl.reshape(tl.maximum(one, other), (ROWS, 2 * C // VEC, VEC // 2))
+        return tl.max(grouped, 2)
+
+
+@triton.jit
+def _pow2_codes(x, inverse, NATIVE: tl.constexpr):
+    """E4M3 codes (uint8) of ``x`` times ``inverse``, float32 of the same shape."""
+    if _is_packed(x, NATIVE):
+        return bf16_to_e4m3(x, (inverse.to(tl.int32, bitcast=True) >> 16).to(tl.int16))
+    else:
+        return to_fp8(as_float32(x) * inverse, False, NATIVE)
+
+
+@triton.jit
+def encode_fp8(a, b, ROWS: tl.constexpr, C: tl.constexpr, NATIVE: tl.constexpr):
+    """E4M3 codes (uint8 [ROWS, 2 * C]) without scales."""
+    one = to_fp8(as_float32(a), False, NATIVE)
+    other = to_fp8(as_float32(b), False, NATIVE)
+    return _merged(one, other, ROWS, C, 8)
 
 
 @triton.jit
 def encode_pow2(
-    x,
+    a,
+    b,
     ROWS: tl.constexpr,
     C: tl.constexpr,
     VEC: tl.constexpr,
     V32: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """E4M3 codes (uint8 [ROWS, C]) with power-of-two scales, and those scales [ROWS, C / VEC].
+    """E4M3 codes (uint8 [ROWS, 2 * C]) with power-of-two scales, and those [ROWS, 2 * C / VEC].
 
     The scales are UE8M0 bytes (int32), for V32 the bits of their float32 values.
     """
-    largest = _largest(x, ROWS, C // VEC, VEC)
-    ratio = tl.math.div_rn(largest.to(tl.float32, bitcast=True), 448.0)
-    exponent = encode_ue8m0(tl.maximum(ratio, 1e-4))
+    GROUPS: tl.constexpr = 2 * C // VEC
+    largest = _largest(a, b, ROWS, C, VEC, NATIVE)
+    # The smallest power of two not below largest / 448, and not below 1e-4: 448 is 1.75 * 2**8, so
+    # a mantissa above 1.75 carries into the exponent. No quotient is so near a power of two that
+    # rounding it to float32 would decide.
+    exponent = tl.maximum(((largest + 0x1FFFFF) >> 23) - 8, 114)
     # Dividing by a power of two is exact as a product.
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    inverse = tl.where(largest == _INFINITY, float("nan") if V32 else 0.0, inverse)
-    inverse = tl.where(largest > _INFINITY, float("nan"), inverse)
-    grouped = tl.reshape(x, (ROWS, C // VEC, VEC)) * tl.expand_dims(inverse, 2)
-    codes = tl.reshape(to_fp8(grouped, False, NATIVE), (ROWS, C))
     if V32:
+        inverse = tl.where(largest >= _INFINITY, float("nan"), inverse)
         scales = tl.where(largest >= _INFINITY, 0x7FC00000, exponent << 23)
     else:
+        special = tl.where(largest == _INFINITY, 0.0, float("nan"))
+        inverse = tl.where(largest >= _INFINITY, special, inverse)
         scales = tl.where(largest >= _INFINITY, 0xFF, exponent)
+    wide = _per_column(inverse, ROWS, GROUPS, C)
+    codes = _merged(_pow2_codes(a, wide, NATIVE), _pow2_codes(b, wide, NATIVE), ROWS, C, 8)
     return codes, scales
 
 
@@ -68,35 +138,75 @@ def _encode_e2m1_over(x, scale):
 
 
 @triton.jit
-def encode_fp4(x, ROWS: tl.constexpr, C: tl.constexpr, NVFP4: tl.constexpr, NATIVE: tl.constexpr):
-    """E2M1 codes, two a byte (uint8 [ROWS, C / 2]), and E4M3 scales (uint8 [ROWS, C / 16]).
+def _fp4_pairs(x, decoded, forced, ROWS: tl.constexpr, C: tl.constexpr, NVFP4: tl.constexpr):
+    """E2M1 codes, two a byte (uint8 [ROWS, C / 2]); ``forced`` replaces bytes unless negative."""
+    GROUPS: tl.constexpr = C // 8
+    grouped = tl.reshape(as_float32(x), (ROWS, GROUPS, 8))
+    if NVFP4:
+        inverse = tl.math.div_rn(1.0, tl.where(decoded == 0.0, 1.0, decoded))
+        codes = encode_e2m1_numbers(grouped * tl.expand_dims(inverse, 2))
+    else:
+        codes = _encode_e2m1_over(grouped, tl.expand_dims(decoded, 2))
+    low, high = tl.split(tl.reshape(codes, (ROWS, GROUPS, 4, 2)))
+    forced = tl.expand_dims(forced, 2)
+    packed = tl.where(forced >= 0, forced, low | (high << 4)).to(tl.uint8)
+    return tl.reshape(packed, (ROWS, C // 2))
+
+
+@triton.jit
+def _packed_fp4_pairs(x, inverse, zero, ROWS: tl.constexpr, C: tl.constexpr):
+    """E2M1 codes, two a byte (uint8 [ROWS, C / 2]), of bfloat16 bits times ``inverse``."""
+    low, high = tl.split(tl.reshape(x, (ROWS, C // 2, 2)))
+    return bf16_to_e2m1(low, high, inverse, zero)
+
+
+@triton.jit
+def encode_fp4(
+    a, b, ROWS: tl.constexpr, C: tl.constexpr, NVFP4: tl.constexpr, NATIVE: tl.constexpr
+):
+    """E2M1 codes, two a byte (uint8 [ROWS, C]), and E4M3 scales (uint8 [ROWS, C / 8]).
 
     NVFP4: a scale may be 0, and codes come from a product with the reciprocal. Otherwise the scale
     is at least 2**-9 and codes come from the quotient.
     """
-    GROUPS: tl.constexpr = C // 16
-    largest = _largest(x, ROWS, GROUPS, 16)
+    GROUPS: tl.constexpr = C // 8
+    largest = _largest(a, b, ROWS, C, 16, NATIVE)
     finite = largest < _INFINITY
-    ratio = tl.math.div_rn(largest.to(tl.float32, bitcast=True), 6.0)
+    value = largest.to(tl.float32, bitcast=True)
+    # Of eight bits, a number is nearer than a rounding to the middle of two scales only if it is that
+    # middle, and then a product with the reciprocal of 6 is exact too.
+    is_packed: tl.constexpr = _is_packed(a, NATIVE)
+    ratio = value * 0.16666667163372040 if is_packed else tl.math.div_rn(value, 6.0)
     if not NVFP4:
         ratio = tl.maximum(ratio, 0.001953125)
-    scales = to_fp8(tl.where(finite, tl.minimum(ratio, 448.0), 0.0), False, NATIVE)
+    scales = to_fp8(tl.where(finite, ratio, 0.0), False, NATIVE)
     decoded = from_e4m3(scales, NATIVE)
-    grouped = tl.reshape(x, (ROWS, GROUPS, 16))
-    # What becomes of the bytes of a group whose elements do not matter.
-    forced = tl.where(finite, -1, 0x77)
-    if NVFP4:
-        is_zero = scales == 0
-        forced = tl.where(finite & is_zero, 0, forced)
-        inverse = tl.math.div_rn(1.0, tl.where(is_zero, 1.0, decoded))
-        codes = encode_e2m1_numbers(grouped * tl.expand_dims(inverse, 2))
+    if is_packed:
+        # Codes are what float16 of 2**-14 times a quotient has above its last nine bits.
+        inverse = reciprocal(decoded) * 6.103515625e-05
+        zero = -0.0
+        if NVFP4:
+            # The float32 reciprocal of 1.875 times a power of two is too large: what it makes of a
+            # number in the middle of two codes goes up, not to the even code.
+            wide = scales.to(tl.int32)
+            inverse *= tl.where(((wide & 7) == 7) & (wide > 7), 1.0009765625, 1.0)
+            inverse = tl.where(wide == 0, 0.0, inverse)
+            # What is added to a product: -0.0 leaves its sign, 0.0 takes it from a zero.
+            zero = _per_column(tl.where(wide == 0, 0.0, -0.0), ROWS, GROUPS, C // 2)
+        # A product that is NaN becomes the largest code.
+        inverse = tl.where(finite, inverse, float("nan"))
+        inverse = _per_column(inverse, ROWS, GROUPS, C // 2)
+        one = _packed_fp4_pairs(a, inverse, zero, ROWS, C)
+        other = _packed_fp4_pairs(b, inverse, zero, ROWS, C)
     else:
-        codes = _encode_e2m1_over(grouped, tl.expand_dims(decoded, 2))
-    low, high = tl.split(tl.reshape(codes, (ROWS, GROUPS, 8, 2)))
-    forced = tl.expand_dims(forced, 2)
-    packed = tl.where(forced >= 0, forced, low | (high << 4)).to(tl.uint8)
+        # What becomes of the bytes of a group whose elements do not matter.
+        forced = tl.where(finite, -1, 0x77)
+        if NVFP4:
+            forced = tl.where(finite & (scales == 0), 0, forced)
+        one = _fp4_pairs(a, decoded, forced, ROWS, C, NVFP4)
+        other = _fp4_pairs(b, decoded, forced, ROWS, C, NVFP4)
     scales = tl.where(finite, scales, 0x7F).to(tl.uint8)
-    return tl.reshape(packed, (ROWS, C // 2)), scales
+    return _merged(one, other, ROWS, C // 2, 4), scales
 
 
 @triton.jit
@@ -115,34 +225,39 @@ def word_bytes(words, ROWS: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def round_to_bf16(x, NATIVE: tl.constexpr):
-    """float32 -> the nearest bfloat16, as float32; every NaN becomes 0x7FC0."""
-    return from_bf16_bits(to_bf16_bits(x, NATIVE))
-
-
-@triton.jit
-def bits_of(x, IS_BF16: tl.constexpr, NATIVE: tl.constexpr):
-    """bfloat16 bits (int16) of float32 values; IS_BF16 says that they have no other bits."""
-    if IS_BF16:
-        return (x.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
+def bits_of(x, NATIVE: tl.constexpr):
+    """bfloat16 bits (int16) of a tile; bits stay as they are."""
+    if x.dtype == tl.int16:
+        return x
     else:
-        return to_bf16_bits(x, NATIVE)
+        return to_bf16_bits(as_float32(x), NATIVE)
 
 
 @triton.jit
-def sum_of_squares(x):
-    """Sum over 256 squares, [ROWS], neighbours first: the same additions on every device."""
-    ROWS: tl.constexpr = x.shape[0]
-    partial = x * x
-    for level in tl.static_range(8):
+def _sum_of_neighbours(x, ROWS: tl.constexpr, N: tl.constexpr, LEVELS: tl.constexpr):
+    """Sums of 2**LEVELS neighbours of [ROWS, N], two at a time."""
+    for level in tl.static_range(LEVELS):
         # A sum of two is the same in either order; one of more is what the compiler makes of it.
-        partial = tl.sum(tl.reshape(partial, (ROWS, 128 >> level, 2)), 2)
-    return tl.reshape(partial, (ROWS,))
+        x = tl.sum(tl.reshape(x, (ROWS, (N // 2) >> level, 2)), 2)
+    return x
+
+
+@triton.jit
+def sum_of_squares(a, b, ROWS: tl.constexpr, RUN: tl.constexpr):
+    """Sum over the squares of 512 columns, RUN (8 or 256) of ``a`` and ``b`` [ROWS, 256] in turn.
+
+    float32 [ROWS], neighbours first: the same additions on every device.
+    """
+    IN_RUN: tl.constexpr = 3 if RUN == 8 else 8
+    left = _sum_of_neighbours(a * a, ROWS, 256, IN_RUN)
+    right = _sum_of_neighbours(b * b, ROWS, 256, IN_RUN)
+    total = _sum_of_neighbours(left + right, ROWS, 256 // RUN, 8 - IN_RUN)
+    return tl.reshape(total, (ROWS,))
 
 
 @triton.jit
 def rotate_pairs(x, cos, sin, ROWS: tl.constexpr, HALF_PAIRING: tl.constexpr, NATIVE: tl.constexpr):
-    """Rotate 64 columns by ``cos``, ``sin`` [ROWS, 32]; the result is rounded to bfloat16."""
+    """Rotate 64 columns by ``cos``, ``sin`` [ROWS, 32]: bfloat16 bits (int16)."""
     if HALF_PAIRING:
         first, second = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, 32)), (0, 2, 1)))
     else:
@@ -150,4 +265,14 @@ def rotate_pairs(x, cos, sin, ROWS: tl.constexpr, HALF_PAIRING: tl.constexpr, NA
     rotated = tl.join(first * cos - second * sin, second * cos + first * sin)
     if HALF_PAIRING:
         rotated = tl.permute(rotated, (0, 2, 1))
-    return round_to_bf16(tl.reshape(rotated, (ROWS, 64)), NATIVE)
+    return to_bf16_bits(tl.reshape(rotated, (ROWS, 64)), NATIVE)
+
+
+@triton.jit
+def in_two(x, ROWS: tl.constexpr, N: tl.constexpr):
+    """[ROWS, N] as the two tiles that the encoders take."""
+    return tl.split(
+        tl.reshape(
+            tl.permute(tl.reshape(x, (ROWS, N // 16, 2, 8)), (0, 1, 3, 2)), (ROWS, N // 2, 2)
+        )
+    )
