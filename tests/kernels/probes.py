@@ -18,7 +18,7 @@ from mlacast.kernels.common.numbers import (
     encode_e4m3,
     encode_ue8m0,
 )
-from mlacast.kernels.common.record_places import record_places
+from mlacast.kernels.common.record_places import page_division, record_places
 from mlacast.kernels.common.store import store_output
 from mlacast.kernels.common.targets import store_target
 
@@ -57,6 +57,8 @@ def _places_kernel(
     slots_ptr,
     out_ptr,
     page_size,
+    page_inverse,
+    page_shift,
     stride_page,
     N: tl.constexpr,
     INLINE: tl.constexpr,
@@ -66,7 +68,9 @@ def _places_kernel(
     """Places of N slots, the data's and the scales', as int64 [2, N]. One program."""
     at = tl.arange(0, N)
     slot = tl.load(slots_ptr + at)
-    data, scale = record_places(slot, slot >= 0, page_size, stride_page, INLINE, DATA, SCALE)
+    data, scale = record_places(
+        slot, slot >= 0, page_size, page_inverse, page_shift, stride_page, INLINE, DATA, SCALE
+    )
     tl.store(out_ptr + at, data)
     tl.store(out_ptr + N + at, scale)
 
@@ -77,7 +81,9 @@ def record_places_of(
     """int64 [2, n]: where the data and the scales of n slots begin, n a power of two."""
     count = slots.shape[0]
     out = torch.empty(2, count, dtype=torch.int64)
-    _places_kernel[(1,)](slots, out, page_size, stride_page, count, inline, data, scale)
+    _places_kernel[(1,)](
+        slots, out, page_size, *page_division(page_size), stride_page, count, inline, data, scale
+    )
     return out
 
 

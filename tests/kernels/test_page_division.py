@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="the launcher imports triton")
 
-from mlacast.kernels.gluon.sm90.sparse_mla_decode import page_division  # noqa: E402
+from mlacast.kernels.common.record_places import page_division  # noqa: E402
 
 
 def divide(slot: int, page_size: int) -> int:

@@ -29,7 +29,7 @@ LAUNCHERS = (
         "page-division",
         "sparse_mla_decode",
         "page numbers are one too low at some slots",
-        _SM90 + "sparse_mla_decode.py",
+        "mlacast/kernels/common/record_places.py",
         "multiplier = -(-(1 << (31 + shift)) // page_size)",
         "multiplier = (1 << (31 + shift)) // page_size",
         ("tests/kernels/test_page_division.py",),

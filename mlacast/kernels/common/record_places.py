@@ -34,21 +34,39 @@ def record_constants(kv_format: KvFormat, d_qk: int, num_slots: int) -> dict[str
     }
 
 
+def page_division(page_size: int) -> tuple[int, int]:
+    """Multiplier and shift that divide slots by ``page_size`` in a kernel.
+
+    For 0 <= slot < 2**31: slot // page_size == (2 * slot * multiplier >> 32) >> shift. The
+    multiplier, of 32 bits, comes as the int32 of the same bits.
+    """
+    shift = (page_size - 1).bit_length()
+    # Rounded up by less than 2**shift / page_size: too little to reach the next quotient.
+    multiplier = -(-(1 << (31 + shift)) // page_size)
+    return multiplier - (1 << 32), shift
+
+
 @triton.jit
 def record_places(
     slot,
     valid,
     page_size,
+    page_inverse,
+    page_shift,
     stride_page,
     INLINE: tl.constexpr,
     DATA: tl.constexpr,
     SCALE: tl.constexpr,
 ):
-    """Where data and scales of each slot [ROWS] start; those of slot 0 where not ``valid``."""
-    # A 64-bit division costs more than all else that a row needs.
-    slot = tl.where(valid, slot, 0).to(tl.int32)
-    page_start = (slot // page_size).to(tl.int64) * stride_page
-    offset = (slot % page_size).to(tl.int64)
+    """Where data and scales of each slot [ROWS] start; those of slot 0 where not ``valid``.
+
+    ``page_inverse`` and ``page_shift`` are those of ``page_division``: a division costs more than
+    all else that a row needs, in every arrangement of the rows over threads.
+    """
+    slot = tl.where(valid, slot, 0).to(tl.uint32)
+    page = tl.umulhi(slot * 2, page_inverse.to(tl.uint32, bitcast=True)) >> page_shift
+    page_start = page.to(tl.int64) * stride_page
+    offset = (slot - page * page_size).to(tl.int64)
     if INLINE:
         data = page_start + offset * (DATA + SCALE)
         scale = data + DATA

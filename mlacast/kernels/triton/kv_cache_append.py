@@ -25,7 +25,12 @@ from mlacast.kernels.common.fp8_casts import (
     to_fp8,
 )
 from mlacast.kernels.common.launch import Launches
-from mlacast.kernels.common.record_places import flat_records, record_constants, record_places
+from mlacast.kernels.common.record_places import (
+    flat_records,
+    page_division,
+    record_constants,
+    record_places,
+)
 from mlacast.kernels.config.caches import AppendConfig, append_config
 from mlacast.kernels.triton.kv_cache_append_encode import (
     bf16_bytes,
@@ -42,7 +47,15 @@ from mlacast.kernels.triton.kv_cache_append_encode import (
 # Counts that vary while serving must not pick another variant of the kernel, nor must where a list
 # of numbers happens to start. Strides of rows and pages are those of a model and may: 16 bytes a
 # thread need to know that they are multiples of 16.
-_VARYING = ["page_size", "num_slots", "table_rows", "stride_positions", "num_rows"]
+_VARYING = [
+    "page_size",
+    "page_inverse",
+    "page_shift",
+    "num_slots",
+    "table_rows",
+    "stride_positions",
+    "num_rows",
+]
 _UNALIGNED = ["slots_ptr", "positions_ptr"]
 
 
@@ -207,19 +220,17 @@ def _store_dimensions(
 def _normed(
     x,
     factor,
-    weight_ptr,
-    column,
-    HAS_WEIGHT: tl.constexpr,
+    weight,
     KEEPS_NAN: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Columns ``column`` of a normed row, rounded to bfloat16: bits.
+    """Columns of normed rows, rounded to bfloat16: bits. Without a weight if that is None.
 
     Which bits a NaN has does not matter unless KEEPS_NAN.
     """
     x = x * factor[:, None]
-    if HAS_WEIGHT:
-        x = x * as_float32(tl.load(weight_ptr + column))[None, :]
+    if weight is not None:
+        x = x * as_float32(weight)[None, :]
     if NATIVE and not KEEPS_NAN:
         return x.to(tl.bfloat16).to(tl.int16, bitcast=True)
     else:
@@ -235,6 +246,8 @@ def _kv_cache_append_kernel(
     cache_ptr,
     stride_page,
     page_size,
+    page_inverse,
+    page_shift,
     num_slots,
     weight_ptr,
     eps,
@@ -273,11 +286,6 @@ def _kv_cache_append_kernel(
     exists = row < num_rows
     row = row.to(tl.int64)
     slot = tl.load(slots_ptr + row * stride_slots, mask=exists, other=-1).to(tl.int64)
-    if TILE == 0:
-        near = slot
-    else:
-        at = tl.arange(0, TILE)
-        near = tl.load(slots_ptr + at.to(tl.int64) * stride_slots, mask=at < first, other=-1)
     if HAS_ROPE:
         position = tl.load(positions_ptr + row * stride_positions, mask=exists, other=0)
     # The latents are asked for before anything waits for slots.
@@ -293,6 +301,11 @@ def _kv_cache_append_kernel(
             latent_ptr + (row * stride_latent)[:, None] + (D_QK - 64 + t)[None, :],
             mask=exists[:, None] & (t >= 0)[None, :],
         )
+    if TILE == 0:
+        near = slot
+    else:
+        at = tl.arange(0, TILE)
+        near = tl.load(slots_ptr + at.to(tl.int64) * stride_slots, mask=at < first, other=-1)
     if HAS_ROPE:
         angle = tl.minimum(tl.maximum(position.to(tl.int64), 0), table_rows - 1) * stride_table
         pair = tl.arange(0, 32)
@@ -303,17 +316,27 @@ def _kv_cache_append_kernel(
     twin = _has_lower_twin(
         slots_ptr, stride_slots, first, slot, valid, num_rows, near, ROWS, TILE, STEP
     )
+    if HAS_WEIGHT:
+        # Asked for before anything waits for a sum.
+        weight_a = tl.load(weight_ptr + column)
+        weight_b = tl.load(weight_ptr + column + RUN)
+        if D_QK == 512 and HAS_TAIL:
+            weight_tail = tl.load(weight_ptr + 448 + t)
+    else:
+        weight_a, weight_b, weight_tail = None, None, None
     write = valid & (twin == 0)
-    data, scale = record_places(slot, write, page_size, stride_page, INLINE, DATA, SCALE)
+    data, scale = record_places(
+        slot, write, page_size, page_inverse, page_shift, stride_page, INLINE, DATA, SCALE
+    )
     if HAS_NORM:
         a, b = as_float32(a), as_float32(b)
         mean = sum_of_squares(a, b, ROWS, RUN) * 0.001953125
         factor = tl.math.div_rn(1.0, tl.math.sqrt_rn(mean + eps))
         KEEPS_NAN: tl.constexpr = RECORD == "rows"
-        a = _normed(a, factor, weight_ptr, column, HAS_WEIGHT, KEEPS_NAN, NATIVE)
-        b = _normed(b, factor, weight_ptr, column + RUN, HAS_WEIGHT, KEEPS_NAN, NATIVE)
+        a = _normed(a, factor, weight_a, KEEPS_NAN, NATIVE)
+        b = _normed(b, factor, weight_b, KEEPS_NAN, NATIVE)
         if D_QK == 512 and HAS_TAIL:
-            tail = _normed(as_float32(tail), factor, weight_ptr, 448 + t, HAS_WEIGHT, True, NATIVE)
+            tail = _normed(as_float32(tail), factor, weight_tail, True, NATIVE)
     if HAS_ROPE:
         tail = rotate_pairs(as_float32(tail), cos, sin, ROWS, HALF_PAIRING, NATIVE)
     if RECORD == "rows":
@@ -368,6 +391,7 @@ def launch_kv_cache_append(
         launches.inside(cache, flat),
         flat.stride(0),
         flat.shape[1],
+        *page_division(flat.shape[1]),
         num_slots,
         launches.inside(weight, as_bits(weight)),
         norm_eps or 0.0,

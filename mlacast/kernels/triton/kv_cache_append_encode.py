@@ -25,12 +25,6 @@ _INFINITY = tl.constexpr(0x7F800000)
 
 
 @triton.jit
-def _is_packed(x, NATIVE: tl.constexpr):
-    """Whether instructions on pairs of bfloat16 do the work."""
-    return NATIVE and x.dtype == tl.int16
-
-
-@triton.jit
 def _merged(a, b, ROWS: tl.constexpr, C: tl.constexpr, RUN: tl.constexpr):
     """[ROWS, 2 * C] of ``a`` and ``b`` [ROWS, C], RUN columns of each in turn."""
     one = tl.reshape(a, (ROWS, C // RUN, RUN))
@@ -51,7 +45,7 @@ def _largest(a, b, ROWS: tl.constexpr, C: tl.constexpr, VEC: tl.constexpr, NATIV
 
     NaN is above infinity.
     """
-    if _is_packed(a, NATIVE):
+    if NATIVE and a.dtype == tl.int16:
         # Halves of what a thread has meet, so that pairs stay pairs as long as possible.
         largest = larger_bf16(a, b)
         halves = tl.permute(tl.reshape(largest, (ROWS, C // 8, 2, 4)), (0, 1, 3, 2))
@@ -72,7 +66,7 @@ def _largest(a, b, ROWS: tl.constexpr, C: tl.constexpr, VEC: tl.constexpr, NATIV
 @triton.jit
 def _pow2_codes(x, inverse, NATIVE: tl.constexpr):
     """E4M3 codes (uint8) of ``x`` times ``inverse``, float32 of the same shape."""
-    if _is_packed(x, NATIVE):
+    if NATIVE and x.dtype == tl.int16:
         return bf16_to_e4m3(x, (inverse.to(tl.int32, bitcast=True) >> 16).to(tl.int16))
     else:
         return to_fp8(as_float32(x) * inverse, False, NATIVE)
@@ -173,15 +167,15 @@ def encode_fp4(
     largest = _largest(a, b, ROWS, C, 16, NATIVE)
     finite = largest < _INFINITY
     value = largest.to(tl.float32, bitcast=True)
-    # Of eight bits, a number is nearer than a rounding to the middle of two scales only if it is that
-    # middle, and then a product with the reciprocal of 6 is exact too.
-    is_packed: tl.constexpr = _is_packed(a, NATIVE)
-    ratio = value * 0.16666667163372040 if is_packed else tl.math.div_rn(value, 6.0)
+    PACKED: tl.constexpr = NATIVE and a.dtype == tl.int16
+    # A number of eight bits is no nearer to six times the middle of two scales than a rounding,
+    # unless it is that, and then a product with the reciprocal of 6 is exact too.
+    ratio = value * 0.16666667163372040 if PACKED else tl.math.div_rn(value, 6.0)
     if not NVFP4:
         ratio = tl.maximum(ratio, 0.001953125)
     scales = to_fp8(tl.where(finite, ratio, 0.0), False, NATIVE)
     decoded = from_e4m3(scales, NATIVE)
-    if is_packed:
+    if PACKED:
         # Codes are what float16 of 2**-14 times a quotient has above its last nine bits.
         inverse = reciprocal(decoded) * 6.103515625e-05
         zero = -0.0

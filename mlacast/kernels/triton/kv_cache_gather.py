@@ -10,12 +10,17 @@ from mlacast.descriptors.kv_format import KvFormat
 from mlacast.kernels.common.fp8_casts import from_e4m3, has_fp8_casts, to_bf16_bits
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.numbers import decode_ue8m0
-from mlacast.kernels.common.record_places import flat_records, record_constants, record_places
+from mlacast.kernels.common.record_places import (
+    flat_records,
+    page_division,
+    record_constants,
+    record_places,
+)
 from mlacast.kernels.config.caches import RowsConfig, gather_config
 
 # Counts that vary while serving must not pick another variant of the kernel, nor must where a list
 # of slots happens to start.
-_VARYING = ["page_size", "num_slots", "num_rows"]
+_VARYING = ["page_size", "page_inverse", "page_shift", "num_slots", "num_rows"]
 _UNALIGNED = ["slots_ptr"]
 
 
@@ -60,6 +65,8 @@ def _kv_cache_gather_kernel(
     cache_ptr,
     stride_page,
     page_size,
+    page_inverse,
+    page_shift,
     num_slots,
     slots_ptr,
     stride_slots,
@@ -79,7 +86,9 @@ def _kv_cache_gather_kernel(
     row = row.to(tl.int64)
     slot = tl.load(slots_ptr + row * stride_slots, mask=exists, other=-1).to(tl.int64)
     valid = exists & (slot >= 0) & (slot < num_slots)
-    data, scale = record_places(slot, valid, page_size, stride_page, INLINE, DATA, SCALE)
+    data, scale = record_places(
+        slot, valid, page_size, page_inverse, page_shift, stride_page, INLINE, DATA, SCALE
+    )
     # Formats that keep the last 64 dimensions as they were.
     KEEPS_TAIL: tl.constexpr = RECORD == "v32" or RECORD == "v4" or RECORD == "nvfp4_384"
     MAIN: tl.constexpr = D_QK - 64 if KEEPS_TAIL else 512
@@ -142,6 +151,7 @@ def launch_kv_cache_gather(
         launches.inside(cache, flat),
         flat.stride(0),
         flat.shape[1],
+        *page_division(flat.shape[1]),
         num_slots,
         slots,
         slots.stride(0),

@@ -15,6 +15,7 @@ from mlacast.descriptors.rope import Rope
 from mlacast.kernels.common.combine_splits import split_scratch
 from mlacast.kernels.common.decode_arguments import RECORDS, number_and_tensor
 from mlacast.kernels.common.launch import Launches
+from mlacast.kernels.common.record_places import page_division
 from mlacast.kernels.common.targets import store_target
 from mlacast.kernels.config.sparse_attention import num_multiprocessors, plan_hopper_decode
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_kernel import OPTIONS, sparse_mla_decode_kernel
@@ -24,18 +25,6 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_merge import merge_splits
 def _record(kv_format: KvFormat, d_qk: int) -> str:
     """Name of a record format in ``sparse_mla_decode_records``."""
     return f"fp8_{d_qk}" if kv_format.name == "FP8" else RECORDS[kv_format.name]
-
-
-def page_division(page_size: int) -> tuple[int, int]:
-    """Multiplier and shift that divide slots by ``page_size`` in a kernel.
-
-    For 0 <= slot < 2**31: slot // page_size == (2 * slot * multiplier >> 32) >> shift. The
-    multiplier, of 32 bits, comes as the int32 of the same bits.
-    """
-    shift = (page_size - 1).bit_length()
-    # Rounded up by less than 2**shift / page_size: too little to reach the next quotient.
-    multiplier = -(-(1 << (31 + shift)) // page_size)
-    return multiplier - (1 << 32), shift
 
 
 def _pool_arguments(
