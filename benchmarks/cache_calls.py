@@ -18,7 +18,7 @@ from torch import Tensor
 
 import mlacast
 from mlacast.descriptors.kv_format import ALL_KV_FORMATS, KvFormat
-from mlacast.kernels.config.caches import AppendConfig, RowsConfig
+from mlacast.kernels.config.caches import AppendConfig, RopeConfig, RowsConfig
 from tests.format_cases import storage_bytes
 
 DEVICE = "cuda"
@@ -29,29 +29,27 @@ TABLE_ROWS = 1 << 16
 CHUNK = 8192
 SMALL_TOKENS = (1, 2, 4, 8, 16)
 ROPE_CONFIGS = tuple(
-    RowsConfig(*pair) for pair in ((4, 2), (4, 4), (8, 2), (8, 4), (8, 8), (16, 4), (16, 8))
+    RopeConfig(*sizes)
+    for sizes in ((8, 4, 0), (8, 4, 32), (4, 4, 16), (2, 2, 8), (4, 2, 16), (1, 1, 8))
 )
-GATHER_CONFIGS = tuple(
-    RowsConfig(*pair) for pair in ((2, 1), (4, 1), (4, 2), (4, 4), (8, 2), (8, 4), (16, 4), (16, 8))
-)
+GATHER_CONFIGS = tuple(RowsConfig(*pair) for pair in ((2, 1), (4, 1), (4, 2), (8, 4)))
 APPEND_CONFIGS = tuple(
     AppendConfig(*sizes)
     for sizes in (
-        (4, 1, 256, 128),
-        (8, 2, 512, 128),
-        (8, 4, 1024, 128),
-        (16, 4, 1024, 128),
-        (16, 8, 2048, 128),
-        (32, 8, 2048, 128),
+        (16, 4, 1024, 128, 128),
+        (16, 4, 2048, 128, 128),
+        (32, 8, 2048, 128, 128),
+        (32, 8, 4096, 128, 128),
+        (64, 16, 4096, 128, 128),
+        (16, 8, 2048, 128, 64),
     )
 )
 FEW_APPEND_CONFIGS = tuple(
-    AppendConfig(*sizes)
-    for sizes in ((1, 1, 0, 1024), (2, 2, 0, 1024), (4, 1, 0, 256), (4, 4, 0, 1024), (8, 4, 0, 512))
+    AppendConfig(*sizes) for sizes in ((1, 1, 0, 1024), (2, 2, 0, 1024), (2, 1, 0, 512))
 )
 
 Call = Callable[[], object]
-Config = RowsConfig | AppendConfig
+Config = RowsConfig | RopeConfig | AppendConfig
 
 
 @dataclass(frozen=True)
@@ -115,7 +113,7 @@ def sweep_cases() -> list[Case]:
     """The same calls with programs of other sizes."""
     cases = [
         Case("rope_quantize_fp8", tokens, config=config)
-        for tokens in (4096, 64, 1)
+        for tokens in (1, 4, 16, 64, 4096)
         for config in ROPE_CONFIGS
     ]
     cases += [
@@ -123,9 +121,12 @@ def sweep_cases() -> list[Case]:
         for kv_format, fused in (
             (KvFormat.V4, False),
             (KvFormat.V4, True),
-            (KvFormat.NVFP4_384, False),
+            (KvFormat.V41, True),
+            (KvFormat.V41_FP4, False),
             (KvFormat.V41_FP4, True),
+            (KvFormat.NVFP4_384, True),
             (KvFormat.BF16, False),
+            (KvFormat.BF16, True),
         )
         for config in APPEND_CONFIGS
     ]
@@ -136,7 +137,7 @@ def sweep_cases() -> list[Case]:
     ]
     return cases + [
         Case("kv_cache_gather", CHUNK, kv_format, config=config)
-        for kv_format in (KvFormat.V4, KvFormat.NVFP4_384, KvFormat.BF16)
+        for kv_format in (KvFormat.V32, KvFormat.V4, KvFormat.V41_FP4, KvFormat.BF16)
         for config in GATHER_CONFIGS
     ]
 

@@ -71,7 +71,8 @@ ROPE = {
     "NATIVE": True,
     "Q_HEADS": 128,
     "KV_HEADS": 1,
-    "ROWS": rope_quantize_config().rows,
+    "ROWS": rope_quantize_config(1 << 20).rows,
+    "ROPE_ROWS": 0,
 }
 ROPE_TYPES = {
     **{f"{part}_ptr": "*i16" for part in ("q_rope", "q_nope", "k_rope", "k_nope", "v")},
@@ -126,7 +127,7 @@ def _cache_types(kv_format: KvFormat) -> dict[str, str]:
 
 
 def _append_constants(kv_format: KvFormat, fused: bool, rows: int) -> dict[str, Any]:
-    config = append_config(rows)
+    config = append_config(rows, 64)
     names = ("HAS_NORM", "HAS_WEIGHT", "HAS_ROPE", "HALF_PAIRING")
     return {
         **_cache_constants(kv_format),

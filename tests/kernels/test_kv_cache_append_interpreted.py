@@ -59,7 +59,7 @@ def _page_runs(*firsts: int) -> torch.Tensor:
 @pytest.fixture(params=list(TINY))
 def _tiny_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles that a few rows already fill: the look at earlier slots takes many steps."""
-    monkeypatch.setattr(kv_cache_append, "append_config", lambda num_rows: TINY[request.param])
+    monkeypatch.setattr(kv_cache_append, "append_config", lambda *sizes: TINY[request.param])
 
 
 @pytest.mark.usefixtures("_tiny_tiles")
@@ -109,7 +109,7 @@ def test_the_lowest_row_wins_across_programs_and_tiles(slots: torch.Tensor) -> N
 
 
 def test_the_sizes_of_many_rows() -> None:
-    """1025 rows: 16 a program, the first of the duplicates far before the others."""
+    """1025 rows: 32 a program, the first of the duplicates far before the others."""
     latent = torch.randn(1025, 512).bfloat16()
     slots = torch.cat((torch.arange(1000), torch.arange(25)))
     options = fused_options("plain", 1025)

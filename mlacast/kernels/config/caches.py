@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 # Up to so many rows small programs, so that all multiprocessors have some.
 _FEW_ROWS = 1024
+# A program of 32 rows lies in two pages at most if these are not smaller.
+_ROWS_OF_A_PAGE = 32
+# Up to so many rows of queries, programs that rotate apart from those that only cast.
+_FEW_QUERY_ROWS = 8192
 
 
 @dataclass(frozen=True)
@@ -14,6 +18,21 @@ class RowsConfig:
 
     rows: int
     num_warps: int
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Programs of ``rope_quantize_fp8``.
+
+    Attributes:
+        rows: Rows (a token and a head each) of a program.
+        num_warps: Its warps.
+        rope_rows: Rows of programs that only rotate, 0 if the others do that too.
+    """
+
+    rows: int
+    num_warps: int
+    rope_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -26,31 +45,38 @@ class AppendConfig:
         tile: Earlier slots compared with the ranges of its own at a time, before any are compared
             with each of its own; 0 leaves the ranges out.
         step: Earlier slots compared with each of its own at a time.
+        max_registers: Registers of a thread at most, 0 for as many as the compiler wants. With 128
+            there are 512 threads on a multiprocessor, for which 8192 rows are one wave.
     """
 
     rows: int
     num_warps: int
     tile: int
     step: int
+    max_registers: int = 0
 
 
-def rope_quantize_config() -> RowsConfig:
-    """Pick the program of ``rope_quantize_fp8``, whatever the number of rows.
+def rope_quantize_config(num_rows: int) -> RopeConfig:
+    """Pick the programs of ``rope_quantize_fp8`` for so many rows of queries.
 
     Eight rows of 576 numbers are 9 KB in flight, and 64 tokens of 128 heads still give every
     multiprocessor several programs.
     """
-    return RowsConfig(rows=8, num_warps=4)
+    if num_rows <= _FEW_QUERY_ROWS:
+        return RopeConfig(rows=4, num_warps=4, rope_rows=16)
+    return RopeConfig(rows=8, num_warps=4)
 
 
-def append_config(num_rows: int) -> AppendConfig:
+def append_config(num_rows: int, page_size: int) -> AppendConfig:
     """Pick the program of ``kv_cache_append``."""
     if num_rows <= _FEW_ROWS:
-        return AppendConfig(rows=4, num_warps=4, tile=0, step=1024)
-    # Below 128 registers, four programs fit a multiprocessor: 8192 rows run at once.
-    return AppendConfig(rows=16, num_warps=4, tile=1024, step=128)
+        return AppendConfig(rows=2, num_warps=2, tile=0, step=1024)
+    if page_size < _ROWS_OF_A_PAGE:
+        # A program of 32 rows would lie in more pages than it has ranges for.
+        return AppendConfig(rows=16, num_warps=4, tile=1024, step=128, max_registers=128)
+    return AppendConfig(rows=32, num_warps=8, tile=2048, step=128, max_registers=128)
 
 
 def gather_config() -> RowsConfig:
-    """Pick the program of ``kv_cache_gather``: 16 bytes of codes per thread and load."""
-    return RowsConfig(rows=8, num_warps=4)
+    """Pick the program of ``kv_cache_gather``: a warp that reads two records."""
+    return RowsConfig(rows=2, num_warps=1)

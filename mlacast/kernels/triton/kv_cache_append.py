@@ -375,7 +375,7 @@ def launch_kv_cache_append(
     num_rows, d_qk = latent.shape
     flat = flat_records(cache, kv_format)
     num_slots = flat.shape[0] * flat.shape[1]
-    config = config or append_config(num_rows)
+    config = config or append_config(num_rows, flat.shape[1])
     # An absent tensor is replaced by one that the kernel then does not touch.
     weight = latent if norm_weight is None else norm_weight
     table = latent if rope is None else rope.cos_sin_cache
@@ -411,6 +411,7 @@ def launch_kv_cache_append(
         TILE=config.tile,
         STEP=config.step,
         num_warps=config.num_warps,
+        **({"maxnreg": config.max_registers} if config.max_registers else {}),
         enable_fp_fusion=False,
     )
     return launches

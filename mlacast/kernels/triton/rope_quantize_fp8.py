@@ -8,7 +8,7 @@ import triton.language as tl
 
 from mlacast.kernels.common.fp8_casts import as_bits, as_float32, has_fp8_casts, to_fp8
 from mlacast.kernels.common.launch import Launches
-from mlacast.kernels.config.caches import RowsConfig, rope_quantize_config
+from mlacast.kernels.config.caches import RopeConfig, rope_quantize_config
 
 # Counts that vary while serving must not pick another variant of the kernel, nor must where a slice
 # of a list of numbers happens to start. Strides of rows and numbers of heads are those of a model
@@ -21,6 +21,7 @@ _VARYING = [
     "num_entries",
     "num_pages",
     "num_tokens",
+    "rope_blocks",
     "q_blocks",
     "k_blocks",
 ]
@@ -89,48 +90,135 @@ def _store_rows(
 
 
 @triton.jit
-def _rotate_rows(
-    x_ptr,
-    x_row,
+def _load_pairs(
+    x_ptr, row, exists, R: tl.constexpr, BLOCK_PAIRS: tl.constexpr, HALF_PAIRING: tl.constexpr
+):
+    """The two of each pair of R columns, float32 [ROWS, BLOCK_PAIRS] each."""
+    ROWS: tl.constexpr = row.shape[0]
+    pair = tl.arange(0, BLOCK_PAIRS)
+    if HALF_PAIRING:
+        mask = exists[:, None] & (pair < R // 2)[None, :]
+        source = x_ptr + row[:, None] + pair[None, :]
+        first = as_float32(tl.load(source, mask=mask))
+        second = as_float32(tl.load(source + R // 2, mask=mask))
+    else:
+        x = _load_rows(x_ptr, row, exists, R, 2 * BLOCK_PAIRS)
+        first, second = tl.split(tl.reshape(x, (ROWS, BLOCK_PAIRS, 2)))
+    return first, second
+
+
+@triton.jit
+def _load_angles(table_ptr, row, exists, R: tl.constexpr, BLOCK_PAIRS: tl.constexpr):
+    """Cosines and sines of rows of the table, float32 [ROWS, BLOCK_PAIRS] each."""
+    pair = tl.arange(0, BLOCK_PAIRS)
+    mask = exists[:, None] & (pair < R // 2)[None, :]
+    angle = table_ptr + row[:, None] + pair[None, :]
+    return as_float32(tl.load(angle, mask=mask)), as_float32(tl.load(angle + R // 2, mask=mask))
+
+
+@triton.jit
+def _store_rotated(
+    first,
+    second,
+    cos,
+    sin,
     out_ptr,
-    out_row,
-    table_ptr,
-    table_row,
+    row,
     exists,
     scale,
     R: tl.constexpr,
-    BLOCK_PAIRS: tl.constexpr,
     HALF_PAIRING: tl.constexpr,
     IS_E5M2: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     """Rotate, scale and cast R columns of each row."""
-    ROWS: tl.constexpr = x_row.shape[0]
-    pair = tl.arange(0, BLOCK_PAIRS)
-    pair_mask = exists[:, None] & (pair < R // 2)[None, :]
-    if HALF_PAIRING:
-        source = x_ptr + x_row[:, None] + pair[None, :]
-        first = as_float32(tl.load(source, mask=pair_mask))
-        second = as_float32(tl.load(source + R // 2, mask=pair_mask))
-    else:
-        column = tl.arange(0, 2 * BLOCK_PAIRS)
-        source = x_ptr + x_row[:, None] + column[None, :]
-        x = as_float32(tl.load(source, mask=exists[:, None] & (column < R)[None, :]))
-        first, second = tl.split(tl.reshape(x, (ROWS, BLOCK_PAIRS, 2)))
-    # Last of the loads: where it reads depends on another load, the position.
-    angle = table_ptr + table_row[:, None] + pair[None, :]
-    cos = as_float32(tl.load(angle, mask=pair_mask))
-    sin = as_float32(tl.load(angle + R // 2, mask=pair_mask))
+    ROWS: tl.constexpr = first.shape[0]
+    BLOCK_PAIRS: tl.constexpr = first.shape[1]
     first_code = to_fp8((first * cos - second * sin) * scale, IS_E5M2, NATIVE)
     second_code = to_fp8((second * cos + first * sin) * scale, IS_E5M2, NATIVE)
     if HALF_PAIRING:
-        target = out_ptr + out_row[:, None] + pair[None, :]
-        tl.store(target, first_code, mask=pair_mask)
-        tl.store(target + R // 2, second_code, mask=pair_mask)
+        pair = tl.arange(0, BLOCK_PAIRS)
+        mask = exists[:, None] & (pair < R // 2)[None, :]
+        target = out_ptr + row[:, None] + pair[None, :]
+        tl.store(target, first_code, mask=mask)
+        tl.store(target + R // 2, second_code, mask=mask)
     else:
+        column = tl.arange(0, 2 * BLOCK_PAIRS)
         codes = tl.reshape(tl.join(first_code, second_code), (ROWS, 2 * BLOCK_PAIRS))
-        target = out_ptr + out_row[:, None] + column[None, :]
+        target = out_ptr + row[:, None] + column[None, :]
         tl.store(target, codes, mask=exists[:, None] & (column < R)[None, :])
+
+
+@triton.jit
+def _quantize_queries(
+    block,
+    q_rope_ptr,
+    q_nope_ptr,
+    q_rope_out_ptr,
+    q_nope_out_ptr,
+    table_ptr,
+    positions_ptr,
+    requests_ptr,
+    stride_q_rope_token,
+    stride_q_rope_head,
+    stride_q_nope_token,
+    stride_q_nope_head,
+    stride_q_rope_out_token,
+    stride_q_rope_out_head,
+    stride_q_nope_out_token,
+    stride_q_nope_out_head,
+    stride_table,
+    stride_positions,
+    table_rows,
+    num_tokens,
+    scale,
+    R: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HALF_PAIRING: tl.constexpr,
+    PAGED: tl.constexpr,
+    IS_E5M2: tl.constexpr,
+    NATIVE: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROTATED: tl.constexpr,
+):
+    """Quantise rows ``block * ROWS``.. of the queries: R columns if ROTATED, and N others."""
+    token, head, exists = _token_and_head(block, HEADS, num_tokens, ROWS)
+    head = head.to(tl.int64)
+    if PAGED:
+        exists = exists & (tl.load(requests_ptr + token, mask=exists, other=-1) >= 0)
+    if ROTATED:
+        position = tl.load(positions_ptr + token * stride_positions, mask=exists, other=0)
+    # Where the angles are depends on another load, the position: they are asked for last, and the
+    # columns that are not rotated leave before they come.
+    if N > 0:
+        row = token * stride_q_nope_token + head * stride_q_nope_head
+        plain = _load_rows(q_nope_ptr, row, exists, N, BLOCK_N)
+    if ROTATED:
+        row = token * stride_q_rope_token + head * stride_q_rope_head
+        first, second = _load_pairs(q_rope_ptr, row, exists, R, BLOCK_PAIRS, HALF_PAIRING)
+        angles = tl.minimum(tl.maximum(position.to(tl.int64), 0), table_rows - 1) * stride_table
+        cos, sin = _load_angles(table_ptr, angles, exists, R, BLOCK_PAIRS)
+    if N > 0:
+        row = token * stride_q_nope_out_token + head * stride_q_nope_out_head
+        _store_rows(plain, q_nope_out_ptr, row, exists, scale, N, BLOCK_N, IS_E5M2, NATIVE)
+    if ROTATED:
+        _store_rotated(
+            first,
+            second,
+            cos,
+            sin,
+            q_rope_out_ptr,
+            token * stride_q_rope_out_token + head * stride_q_rope_out_head,
+            exists,
+            scale,
+            R,
+            HALF_PAIRING,
+            IS_E5M2,
+            NATIVE,
+        )
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
@@ -182,6 +270,7 @@ def _rope_quantize_fp8_kernel(
     num_entries,
     num_pages,
     num_tokens,
+    rope_blocks,
     q_blocks,
     k_blocks,
     q_scale,
@@ -201,44 +290,89 @@ def _rope_quantize_fp8_kernel(
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     ROWS: tl.constexpr,
+    ROPE_ROWS: tl.constexpr,
 ):
-    """Quantise ROWS (token, head) rows. Grid: (query blocks + key blocks + value blocks,).
+    """Quantise ROWS (token, head) rows.
+
+    Grid: (blocks of rotated columns of queries + query blocks + key blocks + value blocks,). With
+    ROPE_ROWS, so many rows a program, the rotated columns of queries have programs of their own:
+    they wait for memory twice, so they come first, and the others once.
 
     Not paged, ``..._out_token`` are the strides of tokens and those of pages are not used.
     """
     program = tl.program_id(0)
-    if program < q_blocks:
-        token, head, exists = _token_and_head(program, Q_HEADS, num_tokens, ROWS)
-        if PAGED:
-            exists = exists & (tl.load(requests_ptr + token, mask=exists, other=-1) >= 0)
-        position = tl.load(positions_ptr + token * stride_positions, mask=exists, other=0)
-        angles = tl.minimum(tl.maximum(position.to(tl.int64), 0), table_rows - 1) * stride_table
-        head = head.to(tl.int64)
-        if N_Q > 0:
-            plain_row = token * stride_q_nope_token + head * stride_q_nope_head
-            plain = _load_rows(q_nope_ptr, plain_row, exists, N_Q, BLOCK_Q)
-        _rotate_rows(
+    if ROPE_ROWS > 0 and program < rope_blocks:
+        _quantize_queries(
+            program,
             q_rope_ptr,
-            token * stride_q_rope_token + head * stride_q_rope_head,
+            q_nope_ptr,
             q_rope_out_ptr,
-            token * stride_q_rope_out_token + head * stride_q_rope_out_head,
+            q_nope_out_ptr,
             table_ptr,
-            angles,
-            exists,
+            positions_ptr,
+            requests_ptr,
+            stride_q_rope_token,
+            stride_q_rope_head,
+            stride_q_nope_token,
+            stride_q_nope_head,
+            stride_q_rope_out_token,
+            stride_q_rope_out_head,
+            stride_q_nope_out_token,
+            stride_q_nope_out_head,
+            stride_table,
+            stride_positions,
+            table_rows,
+            num_tokens,
             q_scale,
             R,
             BLOCK_PAIRS,
+            0,
+            1,
             HALF_PAIRING,
+            PAGED,
             IS_E5M2,
             NATIVE,
+            Q_HEADS,
+            ROPE_ROWS,
+            True,
         )
-        if N_Q > 0:
-            out_row = token * stride_q_nope_out_token + head * stride_q_nope_out_head
-            _store_rows(
-                plain, q_nope_out_ptr, out_row, exists, q_scale, N_Q, BLOCK_Q, IS_E5M2, NATIVE
-            )
+    elif program < rope_blocks + q_blocks:
+        _quantize_queries(
+            program - rope_blocks,
+            q_rope_ptr,
+            q_nope_ptr,
+            q_rope_out_ptr,
+            q_nope_out_ptr,
+            table_ptr,
+            positions_ptr,
+            requests_ptr,
+            stride_q_rope_token,
+            stride_q_rope_head,
+            stride_q_nope_token,
+            stride_q_nope_head,
+            stride_q_rope_out_token,
+            stride_q_rope_out_head,
+            stride_q_nope_out_token,
+            stride_q_nope_out_head,
+            stride_table,
+            stride_positions,
+            table_rows,
+            num_tokens,
+            q_scale,
+            R,
+            BLOCK_PAIRS,
+            N_Q,
+            BLOCK_Q,
+            HALF_PAIRING,
+            PAGED,
+            IS_E5M2,
+            NATIVE,
+            Q_HEADS,
+            ROWS,
+            ROPE_ROWS == 0,
+        )
     else:
-        block = program - q_blocks
+        block = program - rope_blocks - q_blocks
         is_value = block >= k_blocks
         block = tl.where(is_value, block - k_blocks, block)
         token, head, exists = _token_and_head(block, KV_HEADS, num_tokens, ROWS)
@@ -272,28 +406,30 @@ def _rope_quantize_fp8_kernel(
             if N_K > 0:
                 plain_row = token * stride_k_nope_token + head * stride_k_nope_head
                 plain = _load_rows(k_nope_ptr, plain_row, exists, N_K, BLOCK_K)
-            rope_row = page * stride_k_rope_out_page + place * stride_k_rope_out_token
-            _rotate_rows(
-                k_rope_ptr,
-                token * stride_k_rope_token + head * stride_k_rope_head,
-                k_rope_out_ptr,
-                rope_row + head * stride_k_rope_out_head,
-                table_ptr,
-                angles * stride_table,
-                exists,
-                kv_scale,
-                R,
-                BLOCK_PAIRS,
-                HALF_PAIRING,
-                IS_E5M2,
-                NATIVE,
-            )
+            rope_row = token * stride_k_rope_token + head * stride_k_rope_head
+            first, second = _load_pairs(k_rope_ptr, rope_row, exists, R, BLOCK_PAIRS, HALF_PAIRING)
+            cos, sin = _load_angles(table_ptr, angles * stride_table, exists, R, BLOCK_PAIRS)
             if N_K > 0:
                 out_row = page * stride_k_nope_out_page + place * stride_k_nope_out_token
                 out_row += head * stride_k_nope_out_head
                 _store_rows(
                     plain, k_nope_out_ptr, out_row, exists, kv_scale, N_K, BLOCK_K, IS_E5M2, NATIVE
                 )
+            out_row = page * stride_k_rope_out_page + place * stride_k_rope_out_token
+            _store_rotated(
+                first,
+                second,
+                cos,
+                sin,
+                k_rope_out_ptr,
+                out_row + head * stride_k_rope_out_head,
+                exists,
+                kv_scale,
+                R,
+                HALF_PAIRING,
+                IS_E5M2,
+                NATIVE,
+            )
 
 
 def _page_token_head(out: torch.Tensor, paged: bool) -> tuple[int, int, int]:
@@ -319,7 +455,7 @@ def launch_rope_quantize_fp8(
     pairing: str,
     q_scale: float,
     kv_scale: float,
-    config: RowsConfig | None = None,
+    config: RopeConfig | None = None,
 ) -> Launches:
     """Fill the outputs; arguments as in ``mlacast.reference.rope_quantize_fp8``.
 
@@ -336,13 +472,15 @@ def launch_rope_quantize_fp8(
     launches = Launches(q_rope.device)
     inputs = [launches.inside(x, as_bits(x)) for x in (q_rope, q_nope, k_rope, k_nope, value)]
     outputs = [q_rope_out, q_nope_out, k_rope_out, k_nope_out, value_out]
-    config = config or rope_quantize_config()
+    config = config or rope_quantize_config(num_tokens * q_heads)
+    splits = config.rope_rows > 0 and q_nope.shape[2] > 0
+    rope_blocks = triton.cdiv(num_tokens * q_heads, config.rope_rows) if splits else 0
     q_blocks = triton.cdiv(num_tokens * q_heads, config.rows)
     k_blocks = triton.cdiv(num_tokens * kv_heads, config.rows)
     widths = {"Q": q_nope.shape[2], "K": k_nope.shape[2], "V": value_width}
     launches.launch(
         _rope_quantize_fp8_kernel,
-        (q_blocks + k_blocks * (2 if value_width else 1),),
+        (rope_blocks + q_blocks + k_blocks * (2 if value_width else 1),),
         *inputs,
         *(launches.inside(out, out.view(torch.uint8)) for out in outputs),
         launches.inside(cos_sin_cache, as_bits(cos_sin_cache)),
@@ -363,6 +501,7 @@ def launch_rope_quantize_fp8(
         entries.shape[0],
         k_rope_out.shape[0],
         num_tokens,
+        rope_blocks,
         q_blocks,
         k_blocks,
         q_scale,
@@ -378,6 +517,7 @@ def launch_rope_quantize_fp8(
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         ROWS=config.rows,
+        ROPE_ROWS=config.rope_rows if splits else 0,
         num_warps=config.num_warps,
         enable_fp_fusion=False,
     )
