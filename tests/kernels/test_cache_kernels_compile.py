@@ -18,6 +18,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from mlacast.descriptors.kv_format import ALL_KV_FORMATS, KvFormat  # noqa: E402
 from mlacast.kernels.common.record_places import record_constants  # noqa: E402
 from mlacast.kernels.config.caches import (  # noqa: E402
+    AppendConfig,
     append_config,
     gather_config,
     rope_quantize_config,
@@ -39,11 +40,11 @@ class Variant:
         module: Module of the kernel.
         constants: Compile-time arguments.
         types: Types of arguments that are not int64 pointers or int32.
-        registers: Most that a thread may use: with 128 threads a program, what decides how many of
-            them are resident.
+        registers: Most that a thread may use: what decides how many programs are resident.
         loads: 16-byte loads that must be there.
         stores: 16-byte stores.
         capability: Target.
+        options: Those of the launch.
     """
 
     name: str
@@ -54,7 +55,14 @@ class Variant:
     loads: int = 1
     stores: int = 1
     capability: int = 90
+    options: dict[str, int] = field(default_factory=lambda: {"num_warps": 4})
 
+
+CHUNK = append_config(8192, 64)
+CHUNK_OPTIONS = {"num_warps": CHUNK.num_warps, "maxnreg": CHUNK.max_registers}
+FEW = append_config(1, 64)
+FEW_QUERIES = rope_quantize_config(1)
+GATHER = gather_config()
 
 ROPE = {
     "R": 64,
@@ -93,6 +101,16 @@ ROPE_VARIANTS = (
         8,
         4,
     ),
+    Variant(
+        "mla_few",
+        rope_quantize_fp8,
+        {**ROPE, "ROWS": FEW_QUERIES.rows, "ROPE_ROWS": FEW_QUERIES.rope_rows},
+        ROPE_TYPES,
+        32,
+        4,
+        2,
+        options={"num_warps": FEW_QUERIES.num_warps},
+    ),
     Variant("pages", rope_quantize_fp8, {**ROPE, "PAGED": True}, ROPE_TYPES, 64, 8, 4),
     Variant(
         "pages_of_heads", rope_quantize_fp8, {**ROPE, **HEADS, "PAGED": True}, ROPE_TYPES, 64, 1, 0
@@ -110,9 +128,6 @@ ROPE_VARIANTS = (
 )
 
 FORMATS = tuple(one for one in ALL_KV_FORMATS if not one.name.endswith("_INLINE"))
-# Up to 128 registers, four programs of 16 rows stay resident and 8192 rows run at once; three up to
-# 168.
-APPEND_REGISTERS = {"V41_FP4": 168}
 
 
 def _cache_constants(kv_format: KvFormat) -> dict[str, Any]:
@@ -126,8 +141,7 @@ def _cache_types(kv_format: KvFormat) -> dict[str, str]:
     return {**floats, "cache_ptr": cache, "out_ptr": "*i16"}
 
 
-def _append_constants(kv_format: KvFormat, fused: bool, rows: int) -> dict[str, Any]:
-    config = append_config(rows, 64)
+def _append_constants(kv_format: KvFormat, fused: bool, config: AppendConfig) -> dict[str, Any]:
     names = ("HAS_NORM", "HAS_WEIGHT", "HAS_ROPE", "HALF_PAIRING")
     return {
         **_cache_constants(kv_format),
@@ -141,53 +155,49 @@ def _append_constants(kv_format: KvFormat, fused: bool, rows: int) -> dict[str, 
 CACHE_VARIANTS = (
     *(
         Variant(
-            f"append_{one.name}",
+            f"append_{one.name}{'_fused' if fused else ''}",
             kv_cache_append,
-            _append_constants(one, False, 8192),
+            _append_constants(one, fused, CHUNK),
             _cache_types(one),
-            APPEND_REGISTERS.get(one.name, 128),
+            128,
             8,
             2,
+            options=CHUNK_OPTIONS,
         )
         for one in FORMATS
+        for fused in (False, True)
     ),
     *(
         Variant(
-            f"append_{one.name}_fused",
+            f"append_{one.name}_few",
             kv_cache_append,
-            _append_constants(one, True, 1),
+            _append_constants(one, True, FEW),
             _cache_types(one),
-            96,
+            128,
             2,
             0,
+            options={"num_warps": FEW.num_warps},
         )
-        for one in FORMATS
-    ),
-    Variant(
-        "append_V4_fused_chunk",
-        kv_cache_append,
-        _append_constants(KvFormat.V4, True, 8192),
-        _cache_types(KvFormat.V4),
-        128,
-        12,
-        2,
+        for one in (KvFormat.V4, KvFormat.V41_FP4)
     ),
     Variant(
         "append_V4_sm80",
         kv_cache_append,
-        {**_append_constants(KvFormat.V4, False, 8192), "NATIVE": False},
+        {**_append_constants(KvFormat.V4, False, CHUNK), "NATIVE": False},
         _cache_types(KvFormat.V4),
         capability=80,
+        options=CHUNK_OPTIONS,
     ),
     *(
         Variant(
             f"gather_{one.name}",
             kv_cache_gather,
-            {**_cache_constants(one), "ROWS": gather_config().rows},
+            {**_cache_constants(one), "ROWS": GATHER.rows},
             _cache_types(one),
-            48,
+            64,
             1,
             4,
+            options={"num_warps": GATHER.num_warps},
         )
         for one in FORMATS
     ),
@@ -220,7 +230,7 @@ def _compile(variant: Variant) -> Any:
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, values, attributes)
     target = GPUTarget("cuda", variant.capability, 32)
-    options = {"num_warps": 4, "enable_fp_fusion": False}
+    options = {**variant.options, "enable_fp_fusion": False}
     return triton.compile(source, target=target, options=options)
 
 
