@@ -1,0 +1,137 @@
+"""Programs on pairs of bfloat16 give the codes of the formats, for every number and scale."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+pytest.importorskip("triton", reason="the programs stand beside their kernels")
+
+from mlacast.kernels.common import packed_bf16  # noqa: E402
+from tests.kernels.ptx_words import run  # noqa: E402
+
+BOUNDARIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+NUMBERS = np.arange(1 << 16, dtype=np.uint32)
+# Those below the normal ones, and two exponents of these, the last among them.
+CODES = (*range(1, 16), *range(119, 127))
+SCALES = torch.tensor(CODES, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+
+
+def _value(bits: NDArray[np.uint32]) -> NDArray[np.float32]:
+    """Numbers of bfloat16 bits."""
+    return (bits << np.uint32(16)).view(np.float32)
+
+
+FINITE = NUMBERS[np.isfinite(_value(NUMBERS))]
+
+
+def _pairs(bits: NDArray[np.uint32]) -> list[NDArray[np.uint32]]:
+    """Every fourth pair of neighbours: four words of a thread, [n / 8] each."""
+    words = bits[0::2] | (bits[1::2] << np.uint32(16))
+    return [words[at::4].copy() for at in range(4)]
+
+
+def _nearest_even(above: list[NDArray[np.bool_]]) -> NDArray[np.int64]:
+    """E2M1 magnitudes: how many boundaries lie below."""
+    return np.sum(np.stack(above), 0)
+
+
+def _e2m1(x: NDArray[np.uint32], factor: np.float32, added: float) -> NDArray[np.uint32]:
+    """Codes of numbers: pairs become bytes, low halves those of the first."""
+    even, odd = x[0::2], x[1::2]
+    low = [(even[at::4] | (even[at + 1 :: 4] << np.uint32(16))) for at in (0, 2)]
+    high = [(odd[at::4] | (odd[at + 1 :: 4] << np.uint32(16))) for at in (0, 2)]
+    like = np.empty(low[0].shape, np.float32)
+    factors = [np.full_like(like, factor).view(np.uint32)] * 4
+    zeros = [np.full_like(like, added).view(np.uint32)] * 4
+    (word,) = run(packed_bf16._TO_E2M1.value, 1, [*low, *high, *factors, *zeros])
+    codes = word.view(np.uint8)
+    return np.stack((codes & 0xF, codes >> 4), 1).ravel().astype(np.uint32)
+
+
+def _signed(x: NDArray[np.uint32], magnitude: NDArray[np.int64]) -> NDArray[np.uint32]:
+    return magnitude.astype(np.uint32) | ((x >> np.uint32(12)) & np.uint32(8))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+def test_e2m1_of_quotients() -> None:
+    """Ties go to the even code exactly where a number is a boundary times its scale."""
+    x = np.abs(_value(FINITE).astype(np.float64))
+    for scale in SCALES:
+        bounds = [boundary * np.float64(scale) for boundary in BOUNDARIES]
+        above = [(x >= b) if at % 2 else (x > b) for at, b in enumerate(bounds)]
+        factor = np.float32(np.float32(1.0) / scale * np.float32(2.0**-14))
+        # What the reciprocal of the device may be.
+        for one in (factor, np.nextafter(factor, np.float32(0)), np.nextafter(factor, scale)):
+            found = _e2m1(FINITE, one, -0.0)
+            assert np.array_equal(found, _signed(FINITE, _nearest_even(above))), scale
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+def test_e2m1_of_products() -> None:
+    """Where float32 makes a little more of a tie, it goes up."""
+    x = np.abs(_value(FINITE))
+    for code, scale in zip(CODES, SCALES, strict=True):
+        inverse = np.float32(1.0) / scale
+        product = x * inverse
+        above = [(product >= b) if at % 2 else (product > b) for at, b in enumerate(BOUNDARIES)]
+        factor = np.float32(inverse * np.float32(2.0**-14))
+        if code > 7 and code % 8 == 7:
+            factor = np.float32(factor * np.float32(1.0009765625))
+        found = _e2m1(FINITE, factor, -0.0)
+        assert np.array_equal(found, _signed(FINITE, _nearest_even(above))), scale
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_e2m1_of_groups_that_do_not_count() -> None:
+    assert not _e2m1(FINITE, np.float32(0.0), 0.0).any(), "no sign without a scale"
+    assert (_e2m1(NUMBERS, np.float32("nan"), -0.0) == 7).all(), "no number gets the largest code"
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("exponent", [-120, -20, -9, -1, 0, 3, 13])
+def test_e4m3_of_products_with_powers_of_two(exponent: int) -> None:
+    factor = np.float32(2.0**exponent)
+    expected = torch.from_numpy(_value(NUMBERS).astype(np.float64) * 2.0**exponent)
+    codes = expected.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
+    codes = codes.masked_fill(expected.isnan(), 0x7F)
+    words = np.full(NUMBERS.shape[0] // 8, factor.view(np.uint32) >> np.uint32(16))
+    pair = (words | (words << np.uint32(16))).astype(np.uint32)
+    out = run(packed_bf16._TO_E4M3.value, 2, [*_pairs(NUMBERS), *[pair] * 4])
+    assert np.array_equal(np.stack(out, 1).view(np.uint8).ravel(), codes.numpy())
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_e4m3_of_infinite_groups() -> None:
+    """0.0 makes infinities NaN and the rest signed zeros; NaN makes all NaN."""
+    for factor, expected in ((0x0000, None), (0x7FC0, 0x7F)):
+        pair = np.full(NUMBERS.shape[0] // 8, factor * 0x10001, np.uint32)
+        out = run(packed_bf16._TO_E4M3.value, 2, [*_pairs(NUMBERS), *[pair] * 4])
+        codes = np.stack(out, 1).view(np.uint8).ravel()
+        signs = (NUMBERS >> 8) & 0x80
+        zeros = np.where(np.isfinite(_value(NUMBERS)), signs, 0x7F)
+        assert np.array_equal(codes, zeros if expected is None else np.full_like(codes, expected))
+
+
+def test_the_larger_of_two() -> None:
+    """Magnitudes decide, NaN wins, whichever side it is on."""
+    x = np.random.default_rng(0).permutation(NUMBERS)
+    both = (NUMBERS | (x << np.uint32(16)), x | (NUMBERS << np.uint32(16)))
+    (out,) = run(packed_bf16._LARGER.value, 1, list(both))
+    for half in (out & np.uint32(0x7FFF), (out >> np.uint32(16)) & np.uint32(0x7FFF)):
+        one, other = np.abs(_value(NUMBERS)), np.abs(_value(x))
+        wanted = np.maximum(one, other)
+        found = _value(half)
+        assert np.array_equal(found, wanted, equal_nan=True)
+
+
+def test_a_sixth_decides_scales_like_a_quotient() -> None:
+    """For numbers of eight bits, what ``encode_fp4`` takes for the ratio gives the same code."""
+    x = torch.from_numpy(_value(FINITE[FINITE < 0x8000]).copy())
+    codes = [
+        ratio.clamp(max=448.0).to(torch.float8_e4m3fn).view(torch.uint8)
+        for ratio in (x / 6.0, x * torch.tensor(0.16666667163372040))
+    ]
+    assert torch.equal(*codes)
