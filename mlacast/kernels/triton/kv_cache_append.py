@@ -77,13 +77,19 @@ def _range(slot):
 
 
 @triton.jit
+def _nearer(nearest, slot, low):
+    """The smaller of ``nearest`` and how far ``slot`` is above ``low``, unsigned."""
+    return tl.minimum(nearest, (slot.to(tl.int32) - low).to(tl.uint32, bitcast=True))
+
+
+@triton.jit
 def _may_have_twins(
     slots_ptr, stride_slots, first, slot, valid, near, ROWS: tl.constexpr, TILE: tl.constexpr
 ):
     """Not 0 unless the valid slots of rows ``first``.. differ from each other and earlier ones.
 
-    ``near`` are the first TILE slots, -1 from row ``first`` on: a tile is on its way while the one
-    before it is looked at.
+    ``near`` are the last of the slots before ``first``, those that fill no tile, and -1: a tile is
+    on its way while the one before it is looked at.
     """
     row = tl.arange(0, ROWS)
     # Rows that cross into the next page are two runs of neighbours, those near the first slot and
@@ -103,13 +109,13 @@ def _may_have_twins(
     # end. A slot whose low half alone is inside costs a closer look, no more.
     nearest = tl.full((TILE,), 0xFFFFFFFF, tl.uint32)
     next_nearest = nearest
-    for start in range(0, first, TILE):
-        at = start + TILE + tl.arange(0, TILE)
-        ahead = tl.load(slots_ptr + at.to(tl.int64) * stride_slots, mask=at < first, other=-1)
-        other = near.to(tl.int32)
-        nearest = tl.minimum(nearest, (other - low).to(tl.uint32, bitcast=True))
-        next_nearest = tl.minimum(next_nearest, (other - next_low).to(tl.uint32, bitcast=True))
-        near = ahead
+    for start in range(0, first // TILE):
+        ahead = tl.load(slots_ptr + (start * TILE + tl.arange(0, TILE)).to(tl.int64) * stride_slots)
+        nearest = _nearer(nearest, near, low)
+        next_nearest = _nearer(next_nearest, near, next_low)
+        near = ahead.to(tl.int64)
+    nearest = _nearer(nearest, near, low)
+    next_nearest = _nearer(next_nearest, near, next_low)
     meets = (nearest <= span) | (next_nearest <= next_span)
     doubtful = tl.max(tl.where(follows, 0, valid.to(tl.int32)))
     return tl.max(meets.to(tl.int32)) | doubtful
@@ -301,17 +307,22 @@ def _kv_cache_append_kernel(
             latent_ptr + (row * stride_latent)[:, None] + (D_QK - 64 + t)[None, :],
             mask=exists[:, None] & (t >= 0)[None, :],
         )
+    # Loads stay before a barrier. Without it the compiler asks for latents after the first use of a
+    # position, or after the look at other slots, to save registers: one wait for memory more.
+    tl.debug_barrier()
     if TILE == 0:
-        near = slot
+        near = None
     else:
         at = tl.arange(0, TILE)
-        near = tl.load(slots_ptr + at.to(tl.int64) * stride_slots, mask=at < first, other=-1)
+        near = _load_slots(slots_ptr, stride_slots, first // TILE * TILE + at, at < first % TILE)
     if HAS_ROPE:
         angle = tl.minimum(tl.maximum(position.to(tl.int64), 0), table_rows - 1) * stride_table
         pair = tl.arange(0, 32)
         angles = table_ptr + angle[:, None] + pair[None, :]
         cos = tl.load(angles, mask=exists[:, None] & (pair >= 0)[None, :])
         sin = tl.load(angles + 32, mask=exists[:, None] & (pair >= 0)[None, :])
+    if HAS_ROPE:
+        tl.debug_barrier()
     valid = exists & (slot >= 0) & (slot < num_slots)
     twin = _has_lower_twin(
         slots_ptr, stride_slots, first, slot, valid, num_rows, near, ROWS, TILE, STEP
