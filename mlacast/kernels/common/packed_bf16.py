@@ -8,7 +8,16 @@ neighbours.
 import triton
 import triton.language as tl
 
+from mlacast.kernels.common.fp8_casts import as_float32
+
 _LARGER = tl.constexpr("max.NaN.xorsign.abs.bf16x2 $0, $1, $2;")
+
+_WIDENED = tl.constexpr(
+    """{
+    shl.b32 $0, $2, 16;
+    and.b32 $1, $2, 0xFFFF0000;
+    }"""
+)
 
 _RECIPROCAL = tl.constexpr("rcp.approx.ftz.f32 $0, $1;")
 
@@ -107,6 +116,18 @@ _TO_E2M1 = tl.constexpr(
 def larger_bf16(x, y):
     """The larger magnitude of each two, with any sign; NaN is the largest."""
     return tl.inline_asm_elementwise(_LARGER, "=r,r,r", [x, y], tl.int16, is_pure=True, pack=2)
+
+
+@triton.jit
+def widened(x, NATIVE: tl.constexpr):
+    """Loaded values (float16, float32, or int16 bits of bfloat16) -> float32.
+
+    NATIVE: two of a pair in two instructions, where the compiler takes four.
+    """
+    if NATIVE and x.dtype == tl.int16:
+        return tl.inline_asm_elementwise(_WIDENED, "=f,=f,r", [x], tl.float32, is_pure=True, pack=2)
+    else:
+        return as_float32(x)
 
 
 @triton.jit

@@ -19,12 +19,12 @@ from mlacast.descriptors.kv_format import KvFormat
 from mlacast.descriptors.rope import Rope
 from mlacast.kernels.common.fp8_casts import (
     as_bits,
-    as_float32,
     has_fp8_casts,
     to_bf16_bits,
     to_fp8,
 )
 from mlacast.kernels.common.launch import Launches
+from mlacast.kernels.common.packed_bf16 import widened
 from mlacast.kernels.common.record_places import (
     flat_records,
     page_division,
@@ -236,7 +236,7 @@ def _normed(
     """
     x = x * factor[:, None]
     if weight is not None:
-        x = x * as_float32(weight)[None, :]
+        x = x * widened(weight, NATIVE)[None, :]
     if NATIVE and not KEEPS_NAN:
         return x.to(tl.bfloat16).to(tl.int16, bitcast=True)
     else:
@@ -340,16 +340,16 @@ def _kv_cache_append_kernel(
         slot, write, page_size, page_inverse, page_shift, stride_page, INLINE, DATA, SCALE
     )
     if HAS_NORM:
-        a, b = as_float32(a), as_float32(b)
+        a, b = widened(a, NATIVE), widened(b, NATIVE)
         mean = sum_of_squares(a, b, ROWS, RUN) * 0.001953125
         factor = tl.math.div_rn(1.0, tl.math.sqrt_rn(mean + eps))
         KEEPS_NAN: tl.constexpr = RECORD == "rows"
         a = _normed(a, factor, weight_a, KEEPS_NAN, NATIVE)
         b = _normed(b, factor, weight_b, KEEPS_NAN, NATIVE)
         if D_QK == 512 and HAS_TAIL:
-            tail = _normed(as_float32(tail), factor, weight_tail, True, NATIVE)
+            tail = _normed(widened(tail, NATIVE), factor, weight_tail, True, NATIVE)
     if HAS_ROPE:
-        tail = rotate_pairs(as_float32(tail), cos, sin, ROWS, HALF_PAIRING, NATIVE)
+        tail = rotate_pairs(widened(tail, NATIVE), cos, sin, ROWS, HALF_PAIRING, NATIVE)
     if RECORD == "rows":
         _store(cache_ptr, data, bits_of(a, NATIVE), write, 256)
         _store(cache_ptr, data + 256, bits_of(b, NATIVE), write, MAIN - 256)
@@ -362,7 +362,7 @@ def _kv_cache_append_kernel(
         if RECORD == "rows":
             _store(cache_ptr, data + MAIN, bits_of(tail, NATIVE), write, 64)
         elif RECORD == "fp8":
-            _store(cache_ptr, data + MAIN, to_fp8(as_float32(tail), False, NATIVE), write, 64)
+            _store(cache_ptr, data + MAIN, to_fp8(widened(tail, NATIVE), False, NATIVE), write, 64)
         else:
             a, b = in_two(tail, ROWS, 64)
             _store_dimensions(a, b, cache_ptr, data, scale, write, MAIN, D_QK, RECORD, NATIVE)

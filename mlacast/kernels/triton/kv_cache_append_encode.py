@@ -19,6 +19,7 @@ from mlacast.kernels.common.packed_bf16 import (
     bf16_to_e4m3,
     larger_bf16,
     reciprocal,
+    widened,
 )
 
 _INFINITY = tl.constexpr(0x7F800000)
@@ -75,8 +76,8 @@ def _pow2_codes(x, inverse, NATIVE: tl.constexpr):
 @triton.jit
 def encode_fp8(a, b, ROWS: tl.constexpr, C: tl.constexpr, NATIVE: tl.constexpr):
     """E4M3 codes (uint8 [ROWS, 2 * C]) without scales."""
-    one = to_fp8(as_float32(a), False, NATIVE)
-    other = to_fp8(as_float32(b), False, NATIVE)
+    one = to_fp8(widened(a, NATIVE), False, NATIVE)
+    other = to_fp8(widened(b, NATIVE), False, NATIVE)
     return _merged(one, other, ROWS, C, 8)
 
 
