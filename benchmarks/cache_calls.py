@@ -18,7 +18,7 @@ from torch import Tensor
 
 import mlacast
 from mlacast.descriptors.kv_format import ALL_KV_FORMATS, KvFormat
-from mlacast.kernels.config.caches import AppendConfig, RopeConfig, RowsConfig
+from mlacast.kernels.config.caches import AppendConfig, RowsConfig
 from tests.format_cases import storage_bytes
 
 DEVICE = "cuda"
@@ -29,8 +29,7 @@ TABLE_ROWS = 1 << 16
 CHUNK = 8192
 SMALL_TOKENS = (1, 2, 4, 8, 16)
 ROPE_CONFIGS = tuple(
-    RopeConfig(*sizes)
-    for sizes in ((8, 4, 0), (8, 4, 32), (4, 4, 16), (2, 2, 8), (4, 2, 16), (1, 1, 8))
+    RowsConfig(*pair) for pair in ((8, 4), (4, 4), (4, 2), (2, 2), (1, 1), (2, 1), (16, 8))
 )
 GATHER_CONFIGS = tuple(RowsConfig(*pair) for pair in ((2, 1), (4, 1), (4, 2), (8, 4)))
 APPEND_CONFIGS = tuple(
@@ -49,7 +48,7 @@ FEW_APPEND_CONFIGS = tuple(
 )
 
 Call = Callable[[], object]
-Config = RowsConfig | RopeConfig | AppendConfig
+Config = RowsConfig | AppendConfig
 
 
 @dataclass(frozen=True)
@@ -113,8 +112,8 @@ def sweep_cases() -> list[Case]:
     """The same calls with programs of other sizes."""
     cases = [
         Case("rope_quantize_fp8", tokens, config=config)
-        for tokens in (1, 4, 16, 64, 4096)
-        for config in (ROPE_CONFIGS if tokens < CHUNK // 2 else ROPE_CONFIGS[:3])
+        for tokens in (1, 2, 4, 8, 16, 64, 4096)
+        for config in (ROPE_CONFIGS if tokens < CHUNK // 2 else ROPE_CONFIGS[:2])
     ]
     cases += [
         Case("kv_cache_append", CHUNK, kv_format, fused, config=config)

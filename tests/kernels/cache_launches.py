@@ -19,6 +19,8 @@ def hostile_latents(rows: int, width: int, dtype: torch.dtype) -> Tensor:
     """Rows of every size; zeros, non-finite elements, and values at and beside code boundaries."""
     x = torch.randn(rows, width) * torch.exp(torch.randn(rows, 1) * 6)
     x[0], x[1], x[6] = 0.0, -0.0, 1e-30
+    # A zero keeps its sign beside others, too.
+    x[7, 5::32] = -0.0
     x[2, 3] = x[4, -3] = float("nan")
     x[3, 7], x[3, 9], x[5, -2] = float("inf"), -1.0, -float("inf")
     boundaries = torch.tensor([*E2M1_BOUNDARIES, *(-value for value in E2M1_BOUNDARIES)])

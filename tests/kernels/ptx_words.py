@@ -28,7 +28,8 @@ def _halves(words: Words) -> tuple[Words, Words]:
 def _by_half(operation: Callable[[Words, Words], Words]) -> Callable[[Words, Words], Words]:
     def run(a: Words, b: Words) -> Words:
         low, high = (operation(x, y) for x, y in zip(_halves(a), _halves(b), strict=True))
-        return low | (high << np.uint32(16))
+        both: Words = low | (high << np.uint32(16))
+        return both
 
     return run
 
@@ -56,20 +57,23 @@ def _max_nan_bf16(a: Words, b: Words) -> Words:
 def _min_f16(a: Words, b: Words) -> Words:
     x, y, sign = _magnitudes(a, b)
     least = np.where(x > 0x7C00, y, np.where(y > 0x7C00, x, np.minimum(x, y)))
-    return least | sign
+    out: Words = least | sign
+    return out
 
 
 def _fma(a: Words, b: Words, c: Words) -> Words:
     # Exact in float64 before the one rounding, for factors of 24 bits and sums with a zero.
     x, y, z = (_floats(words).astype(np.float64) for words in (a, b, c))
     assert not z.any(), "a sum with anything but a zero may round twice"
-    return (x * y + z).astype(np.float32).view(np.uint32)
+    out: Words = (x * y + z).astype(np.float32).view(np.uint32)
+    return out
 
 
 def _to_f16x2(high: Words, low: Words) -> Words:
     pair = [_floats(words).astype(np.float16).view(np.uint16) for words in (low, high)]
     bits = [np.where((x & 0x7FFF) > 0x7C00, 0x7FFF, x).astype(np.uint32) for x in pair]
-    return bits[0] | (bits[1] << np.uint32(16))
+    out: Words = bits[0] | (bits[1] << np.uint32(16))
+    return out
 
 
 def _to_e4m3x2(high: Words, low: Words) -> Words:
@@ -115,7 +119,8 @@ def run(program: str, outputs: int, inputs: list[Words]) -> list[Words]:
     def value(name: str) -> Words:
         if name.startswith("{"):
             low, high = (values[part.strip()] for part in name[1:-1].split(","))
-            return low | (high << np.uint32(16))
+            both: Words = low | (high << np.uint32(16))
+            return both
         is_number = name[0].isdigit()
         return np.full_like(inputs[0], int(name, 0)) if is_number else values[name]
 

@@ -61,7 +61,6 @@ class Variant:
 CHUNK = append_config(8192, 64)
 CHUNK_OPTIONS = {"num_warps": CHUNK.num_warps, "maxnreg": CHUNK.max_registers}
 FEW = append_config(1, 64)
-FEW_QUERIES = rope_quantize_config(1)
 GATHER = gather_config()
 
 ROPE = {
@@ -79,8 +78,7 @@ ROPE = {
     "NATIVE": True,
     "Q_HEADS": 128,
     "KV_HEADS": 1,
-    "ROWS": rope_quantize_config(1 << 20).rows,
-    "ROPE_ROWS": 0,
+    "ROWS": rope_quantize_config().rows,
 }
 ROPE_TYPES = {
     **{f"{part}_ptr": "*i16" for part in ("q_rope", "q_nope", "k_rope", "k_nope", "v")},
@@ -100,16 +98,6 @@ ROPE_VARIANTS = (
         40,
         8,
         4,
-    ),
-    Variant(
-        "mla_few",
-        rope_quantize_fp8,
-        {**ROPE, "ROWS": FEW_QUERIES.rows, "ROPE_ROWS": FEW_QUERIES.rope_rows},
-        ROPE_TYPES,
-        32,
-        4,
-        2,
-        options={"num_warps": FEW_QUERIES.num_warps},
     ),
     Variant("pages", rope_quantize_fp8, {**ROPE, "PAGED": True}, ROPE_TYPES, 64, 8, 4),
     Variant(
@@ -149,6 +137,7 @@ def _append_constants(kv_format: KvFormat, fused: bool, config: AppendConfig) ->
         "ROWS": config.rows,
         "TILE": config.tile,
         "STEP": config.step,
+        "THREADS": 32 * config.num_warps,
     }
 
 

@@ -36,6 +36,23 @@ def test_norm_and_rotation(cache: CacheCase, kind: str, dtype: torch.dtype) -> N
     assert_append_equals_reference(cache, latent, slots, fused_options(kind, 14))
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("name", ["V32", "V4", "V41"])
+def test_largest_numbers_around_powers_of_two(name: str, dtype: torch.dtype) -> None:
+    """448 times a power of two, and its neighbours, on both sides of the floor of scales."""
+    limits = (1.75 * torch.exp2(torch.arange(-9.0, 21.0))).to(dtype)
+    around = [limits, limits.nextafter(limits * 0), limits.nextafter(limits * 2)]
+    largest = torch.stack(around, 1).flatten()
+    width = 576 if name == "V32" else 512
+    latent = (torch.rand(largest.shape[0], width) * 0.5 * largest.float()[:, None]).to(dtype)
+    latent[:, ::32] = -largest[:, None]
+    slots = torch.randperm(largest.shape[0])
+    options = fused_options("plain", largest.shape[0])
+    assert_append_equals_reference(
+        CacheCase(name, width), latent, slots, options, pages=18, page_size=5
+    )
+
+
 def test_interleaved_rotation_of_strided_rows() -> None:
     latent = hostile_latents(12, 600, BF16)[:, 8:584]
     slots = torch.randperm(60)[:24][::2]

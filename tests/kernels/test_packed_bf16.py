@@ -21,7 +21,8 @@ SCALES = torch.tensor(CODES, dtype=torch.uint8).view(torch.float8_e4m3fn).float(
 
 def _value(bits: NDArray[np.uint32]) -> NDArray[np.float32]:
     """Numbers of bfloat16 bits."""
-    return (bits << np.uint32(16)).view(np.float32)
+    numbers: NDArray[np.float32] = (bits << np.uint32(16)).view(np.float32)
+    return numbers
 
 
 FINITE = NUMBERS[np.isfinite(_value(NUMBERS))]
@@ -35,7 +36,8 @@ def _pairs(bits: NDArray[np.uint32]) -> list[NDArray[np.uint32]]:
 
 def _nearest_even(above: list[NDArray[np.bool_]]) -> NDArray[np.int64]:
     """E2M1 magnitudes: how many boundaries lie below."""
-    return np.sum(np.stack(above), 0)
+    count: NDArray[np.int64] = np.sum(np.stack(above), 0)
+    return count
 
 
 def _e2m1(x: NDArray[np.uint32], factor: np.float32, added: float) -> NDArray[np.uint32]:
@@ -48,7 +50,8 @@ def _e2m1(x: NDArray[np.uint32], factor: np.float32, added: float) -> NDArray[np
     zeros = [np.full_like(like, added).view(np.uint32)] * 4
     (word,) = run(packed_bf16._TO_E2M1.value, 1, [*low, *high, *factors, *zeros])
     codes = word.view(np.uint8)
-    return np.stack((codes & 0xF, codes >> 4), 1).ravel().astype(np.uint32)
+    out: NDArray[np.uint32] = np.stack((codes & 0xF, codes >> 4), 1).ravel().astype(np.uint32)
+    return out
 
 
 def _signed(x: NDArray[np.uint32], magnitude: NDArray[np.int64]) -> NDArray[np.uint32]:

@@ -8,6 +8,12 @@ import triton.language as tl
 
 
 @triton.jit
+def negative_zero():
+    """-0.0, which the language takes for 0.0 where it is written as a number."""
+    return tl.full((), -0x80000000, tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def decode_e4m3(codes):
     """Codes (uint8, any shape) -> float32.
 

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from mlacast.kernels.common.numbers import negative_zero
+
 
 @triton.jit
 def load_rotated(
@@ -63,7 +65,7 @@ def rotate_back_last_64(
     blocks = tl.reshape(x, (BLOCK_H, LAST + 1, 64))
     is_rope = (tl.arange(0, LAST + 1) == LAST)[None, :, None]
     # -0.0 is the identity of addition: the sum over blocks returns the last one bit for bit.
-    rope = tl.sum(tl.where(is_rope, blocks, -0.0), 1)
+    rope = tl.sum(tl.where(is_rope, blocks, negative_zero()), 1)
     pair = tl.arange(0, 32)
     row_ptr = table_ptr + table_row * stride_table
     cos = tl.load(row_ptr + pair)[None, :]

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 _FEW_ROWS = 1024
 # A program of 32 rows lies in two pages at most if these are not smaller.
 _ROWS_OF_A_PAGE = 32
-# Up to so many rows of queries, programs that rotate apart from those that only cast.
-_FEW_QUERY_ROWS = 8192
 
 
 @dataclass(frozen=True)
@@ -18,21 +16,6 @@ class RowsConfig:
 
     rows: int
     num_warps: int
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Programs of ``rope_quantize_fp8``.
-
-    Attributes:
-        rows: Rows (a token and a head each) of a program.
-        num_warps: Its warps.
-        rope_rows: Rows of programs that only rotate, 0 if the others do that too.
-    """
-
-    rows: int
-    num_warps: int
-    rope_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,15 +39,13 @@ class AppendConfig:
     max_registers: int = 0
 
 
-def rope_quantize_config(num_rows: int) -> RopeConfig:
-    """Pick the programs of ``rope_quantize_fp8`` for so many rows of queries.
+def rope_quantize_config() -> RowsConfig:
+    """Pick the program of ``rope_quantize_fp8``, whatever the number of rows.
 
     Eight rows of 576 numbers are 9 KB in flight, and 64 tokens of 128 heads still give every
     multiprocessor several programs.
     """
-    if num_rows <= _FEW_QUERY_ROWS:
-        return RopeConfig(rows=4, num_warps=4, rope_rows=16)
-    return RopeConfig(rows=8, num_warps=4)
+    return RowsConfig(rows=8, num_warps=4)
 
 
 def append_config(num_rows: int, page_size: int) -> AppendConfig:

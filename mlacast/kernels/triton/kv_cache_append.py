@@ -67,24 +67,37 @@ def _load_slots(slots_ptr, stride_slots, row, exists):
 
 
 @triton.jit
-def _range(slot):
-    """Lowest of the slots that are not negative, and how far the highest is from it.
-
-    2**31 - 1 and 0 if all are negative: no cache has such a slot.
-    """
-    low = tl.min(tl.where(slot < 0, 0x7FFFFFFF, slot))
-    return low, (tl.maximum(tl.max(slot), low) - low).to(tl.uint32)
+def _load_own(slots_ptr, stride_slots, row, exists, num_slots):
+    """Slots of rows as int32, -1 where there is none in the cache."""
+    slot = _load_slots(slots_ptr, stride_slots, row, exists)
+    return tl.where((slot >= 0) & (slot < num_slots), slot, -1).to(tl.int32)
 
 
 @triton.jit
-def _nearer(nearest, slot, low):
-    """The smaller of ``nearest`` and how far ``slot`` is above ``low``, unsigned."""
-    return tl.minimum(nearest, (slot.to(tl.int32) - low).to(tl.uint32, bitcast=True))
+def _distance(slot, low):
+    """How far the low half of ``slot`` is above ``low``, unsigned: large if below."""
+    return (slot.to(tl.int32) - low).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _of_thread(x, TILE: tl.constexpr, THREADS: tl.constexpr):
+    """The least of what each thread has of ``x`` [TILE], without asking other threads."""
+    MANY: tl.constexpr = TILE // THREADS if TILE > THREADS else 1
+    return tl.min(tl.reshape(x, (MANY, TILE // MANY)), 0)
 
 
 @triton.jit
 def _may_have_twins(
-    slots_ptr, stride_slots, first, slot, valid, near, ROWS: tl.constexpr, TILE: tl.constexpr
+    slots_ptr,
+    stride_slots,
+    first,
+    slot,
+    valid,
+    near,
+    num_slots,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    THREADS: tl.constexpr,
 ):
     """Not 0 unless the valid slots of rows ``first``.. differ from each other and earlier ones.
 
@@ -92,30 +105,30 @@ def _may_have_twins(
     on its way while the one before it is looked at.
     """
     row = tl.arange(0, ROWS)
-    # Rows that cross into the next page are two runs of neighbours, those near the first slot and
-    # the rest: no slot is in both.
-    base = tl.load(slots_ptr + first.to(tl.int64) * stride_slots)
-    in_first = (slot - base > -ROWS) & (slot - base < ROWS)
-    before = _load_slots(slots_ptr, stride_slots, first + row - 1, row > 0)
-    before_in_first = (before - base > -ROWS) & (before - base < ROWS)
-    # All differ if both runs rise, one after the other.
-    rises = (before >= 0) & (slot > before) & (in_first == before_in_first)
-    follows = (row == 0) | rises | (before_in_first & (slot - base >= ROWS))
-    follows = follows | (before_in_first & (slot - base <= -ROWS))
+    # Rows that cross into the next page are two runs of neighbours, those from the first slot on
+    # and the rest: no slot is in both. No cache has a slot 2**31 - 1.
+    base = _load_own(slots_ptr, stride_slots, first, True, num_slots)
+    base = tl.where(base < 0, 0x7FFFFFFF, base)
     own = tl.where(valid, slot, -1).to(tl.int32)
-    low, span = _range(tl.where(in_first, own, -1))
-    next_low, next_span = _range(tl.where(in_first, -1, own))
-    # Unsigned distances from the ends of the ranges: inside is what is not further than the other
-    # end. A slot whose low half alone is inside costs a closer look, no more.
+    before = _load_own(slots_ptr, stride_slots, first + row - 1, row > 0, num_slots)
+    in_first = _distance(own, base) < ROWS
+    before_in_first = _distance(before, base) < ROWS
+    # All differ if both runs rise, one after the other.
+    rises = (before >= 0) & (own > before) & (in_first == before_in_first)
+    follows = (row == 0) | rises | (before_in_first & (own >= 0) & (in_first == 0))
+    span = tl.max(tl.where(in_first, own - base, 0)).to(tl.uint32)
+    rest = tl.where(in_first, -1, own)
+    next_low = tl.min(tl.where(rest < 0, 0x7FFFFFFF, rest))
+    next_span = _distance(tl.maximum(tl.max(rest), next_low), next_low)
     nearest = tl.full((TILE,), 0xFFFFFFFF, tl.uint32)
     next_nearest = nearest
     for start in range(0, first // TILE):
         ahead = tl.load(slots_ptr + (start * TILE + tl.arange(0, TILE)).to(tl.int64) * stride_slots)
-        nearest = _nearer(nearest, near, low)
-        next_nearest = _nearer(next_nearest, near, next_low)
+        nearest = tl.minimum(nearest, _distance(near, base))
+        next_nearest = tl.minimum(next_nearest, _distance(near, next_low))
         near = ahead.to(tl.int64)
-    nearest = _nearer(nearest, near, low)
-    next_nearest = _nearer(next_nearest, near, next_low)
+    nearest = _of_thread(tl.minimum(nearest, _distance(near, base)), TILE, THREADS)
+    next_nearest = _of_thread(tl.minimum(next_nearest, _distance(near, next_low)), TILE, THREADS)
     meets = (nearest <= span) | (next_nearest <= next_span)
     doubtful = tl.max(tl.where(follows, 0, valid.to(tl.int32)))
     return tl.max(meets.to(tl.int32)) | doubtful
@@ -146,16 +159,21 @@ def _has_lower_twin(
     valid,
     num_rows,
     near,
+    num_slots,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     STEP: tl.constexpr,
+    THREADS: tl.constexpr,
 ):
     """1 where a lower row names the same slot, else 0, for rows ``first``.. [ROWS]."""
     if TILE == 0:
         bits = _twins(slots_ptr, stride_slots, first, num_rows, ROWS, STEP)
     else:
         bits = first.to(tl.int64) * 0
-        if _may_have_twins(slots_ptr, stride_slots, first, slot, valid, near, ROWS, TILE) != 0:
+        doubtful = _may_have_twins(
+            slots_ptr, stride_slots, first, slot, valid, near, num_slots, ROWS, TILE, THREADS
+        )
+        if doubtful != 0:
             bits = _twins(slots_ptr, stride_slots, first, num_rows, ROWS, STEP)
     return (bits >> tl.arange(0, ROWS)) & 1
 
@@ -276,6 +294,7 @@ def _kv_cache_append_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     STEP: tl.constexpr,
+    THREADS: tl.constexpr,
 ):
     """Write ROWS rows. Grid: (ceil(num_rows / ROWS),).
 
@@ -325,7 +344,18 @@ def _kv_cache_append_kernel(
         tl.debug_barrier()
     valid = exists & (slot >= 0) & (slot < num_slots)
     twin = _has_lower_twin(
-        slots_ptr, stride_slots, first, slot, valid, num_rows, near, ROWS, TILE, STEP
+        slots_ptr,
+        stride_slots,
+        first,
+        slot,
+        valid,
+        num_rows,
+        near,
+        num_slots,
+        ROWS,
+        TILE,
+        STEP,
+        THREADS,
     )
     if HAS_WEIGHT:
         # Asked for before anything waits for a sum.
@@ -421,6 +451,7 @@ def launch_kv_cache_append(
         ROWS=config.rows,
         TILE=config.tile,
         STEP=config.step,
+        THREADS=32 * config.num_warps,
         num_warps=config.num_warps,
         **({"maxnreg": config.max_registers} if config.max_registers else {}),
         enable_fp_fusion=False,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from mlacast.kernels.common.fp8_casts import as_float32, from_e4m3, to_bf16_bits, to_fp8
-from mlacast.kernels.common.numbers import encode_e2m1_numbers
+from mlacast.kernels.common.numbers import encode_e2m1_numbers, negative_zero
 from mlacast.kernels.common.packed_bf16 import (
     bf16_to_e2m1,
     bf16_to_e4m3,
@@ -179,7 +179,7 @@ def encode_fp4(
     if PACKED:
         # Codes are what float16 of 2**-14 times a quotient has above its last nine bits.
         inverse = reciprocal(decoded) * 6.103515625e-05
-        zero = -0.0
+        zero = negative_zero()
         if NVFP4:
             # The float32 reciprocal of 1.875 times a power of two is too large: what it makes of a
             # number in the middle of two codes goes up, not to the even code.
@@ -187,7 +187,8 @@ def encode_fp4(
             inverse *= tl.where(((wide & 7) == 7) & (wide > 7), 1.0009765625, 1.0)
             inverse = tl.where(wide == 0, 0.0, inverse)
             # What is added to a product: -0.0 leaves its sign, 0.0 takes it from a zero.
-            zero = _per_column(tl.where(wide == 0, 0.0, -0.0), ROWS, GROUPS, C // 2)
+            zero = tl.where(wide == 0, 0.0, negative_zero())
+            zero = _per_column(zero, ROWS, GROUPS, C // 2)
         # A product that is NaN becomes the largest code.
         inverse = tl.where(finite, inverse, float("nan"))
         inverse = _per_column(inverse, ROWS, GROUPS, C // 2)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from mlacast.kernels.common.fp8_casts import as_bits, as_float32, has_fp8_casts, to_fp8
 from mlacast.kernels.common.launch import Launches
-from mlacast.kernels.config.caches import RopeConfig, rope_quantize_config
+from mlacast.kernels.config.caches import RowsConfig, rope_quantize_config
 
 # Counts that vary while serving must not pick another variant of the kernel, nor must where a slice
 # of a list of numbers happens to start. Strides of rows and numbers of heads are those of a model
@@ -21,7 +21,6 @@ _VARYING = [
     "num_entries",
     "num_pages",
     "num_tokens",
-    "rope_blocks",
     "q_blocks",
     "k_blocks",
 ]
@@ -182,43 +181,40 @@ def _quantize_queries(
     NATIVE: tl.constexpr,
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
-    ROTATED: tl.constexpr,
 ):
-    """Quantise rows ``block * ROWS``.. of the queries: R columns if ROTATED, and N others."""
+    """Quantise rows ``block * ROWS``.. of the queries: R rotated columns and N others."""
     token, head, exists = _token_and_head(block, HEADS, num_tokens, ROWS)
     head = head.to(tl.int64)
     if PAGED:
         exists = exists & (tl.load(requests_ptr + token, mask=exists, other=-1) >= 0)
-    if ROTATED:
-        position = tl.load(positions_ptr + token * stride_positions, mask=exists, other=0)
-    # Where the angles are depends on another load, the position: they are asked for last, and the
-    # columns that are not rotated leave before they come.
+    position = tl.load(positions_ptr + token * stride_positions, mask=exists, other=0)
     if N > 0:
         row = token * stride_q_nope_token + head * stride_q_nope_head
         plain = _load_rows(q_nope_ptr, row, exists, N, BLOCK_N)
-    if ROTATED:
-        row = token * stride_q_rope_token + head * stride_q_rope_head
-        first, second = _load_pairs(q_rope_ptr, row, exists, R, BLOCK_PAIRS, HALF_PAIRING)
-        angles = tl.minimum(tl.maximum(position.to(tl.int64), 0), table_rows - 1) * stride_table
-        cos, sin = _load_angles(table_ptr, angles, exists, R, BLOCK_PAIRS)
+    row = token * stride_q_rope_token + head * stride_q_rope_head
+    first, second = _load_pairs(q_rope_ptr, row, exists, R, BLOCK_PAIRS, HALF_PAIRING)
+    # Where the angles are depends on a load, the position. Without the barrier the compiler would
+    # ask for the columns after the first use of it; they leave before the angles come.
+    tl.debug_barrier()
+    angles = tl.minimum(tl.maximum(position.to(tl.int64), 0), table_rows - 1) * stride_table
+    cos, sin = _load_angles(table_ptr, angles, exists, R, BLOCK_PAIRS)
     if N > 0:
         row = token * stride_q_nope_out_token + head * stride_q_nope_out_head
         _store_rows(plain, q_nope_out_ptr, row, exists, scale, N, BLOCK_N, IS_E5M2, NATIVE)
-    if ROTATED:
-        _store_rotated(
-            first,
-            second,
-            cos,
-            sin,
-            q_rope_out_ptr,
-            token * stride_q_rope_out_token + head * stride_q_rope_out_head,
-            exists,
-            scale,
-            R,
-            HALF_PAIRING,
-            IS_E5M2,
-            NATIVE,
-        )
+    _store_rotated(
+        first,
+        second,
+        cos,
+        sin,
+        q_rope_out_ptr,
+        token * stride_q_rope_out_token + head * stride_q_rope_out_head,
+        exists,
+        scale,
+        R,
+        HALF_PAIRING,
+        IS_E5M2,
+        NATIVE,
+    )
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
@@ -270,7 +266,6 @@ def _rope_quantize_fp8_kernel(
     num_entries,
     num_pages,
     num_tokens,
-    rope_blocks,
     q_blocks,
     k_blocks,
     q_scale,
@@ -290,55 +285,15 @@ def _rope_quantize_fp8_kernel(
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     ROWS: tl.constexpr,
-    ROPE_ROWS: tl.constexpr,
 ):
-    """Quantise ROWS (token, head) rows.
-
-    Grid: (blocks of rotated columns of queries + query blocks + key blocks + value blocks,). With
-    ROPE_ROWS, so many rows a program, the rotated columns of queries have programs of their own:
-    they wait for memory twice, so they come first, and the others once.
+    """Quantise ROWS (token, head) rows. Grid: (query blocks + key blocks + value blocks,).
 
     Not paged, ``..._out_token`` are the strides of tokens and those of pages are not used.
     """
     program = tl.program_id(0)
-    if ROPE_ROWS > 0 and program < rope_blocks:
+    if program < q_blocks:
         _quantize_queries(
             program,
-            q_rope_ptr,
-            q_nope_ptr,
-            q_rope_out_ptr,
-            q_nope_out_ptr,
-            table_ptr,
-            positions_ptr,
-            requests_ptr,
-            stride_q_rope_token,
-            stride_q_rope_head,
-            stride_q_nope_token,
-            stride_q_nope_head,
-            stride_q_rope_out_token,
-            stride_q_rope_out_head,
-            stride_q_nope_out_token,
-            stride_q_nope_out_head,
-            stride_table,
-            stride_positions,
-            table_rows,
-            num_tokens,
-            q_scale,
-            R,
-            BLOCK_PAIRS,
-            0,
-            1,
-            HALF_PAIRING,
-            PAGED,
-            IS_E5M2,
-            NATIVE,
-            Q_HEADS,
-            ROPE_ROWS,
-            True,
-        )
-    elif program < rope_blocks + q_blocks:
-        _quantize_queries(
-            program - rope_blocks,
             q_rope_ptr,
             q_nope_ptr,
             q_rope_out_ptr,
@@ -369,10 +324,9 @@ def _rope_quantize_fp8_kernel(
             NATIVE,
             Q_HEADS,
             ROWS,
-            ROPE_ROWS == 0,
         )
     else:
-        block = program - rope_blocks - q_blocks
+        block = program - q_blocks
         is_value = block >= k_blocks
         block = tl.where(is_value, block - k_blocks, block)
         token, head, exists = _token_and_head(block, KV_HEADS, num_tokens, ROWS)
@@ -402,12 +356,13 @@ def _rope_quantize_fp8_kernel(
                 )
         else:
             position = tl.load(positions_ptr + token * stride_positions, mask=exists, other=0)
-            angles = tl.minimum(tl.maximum(position.to(tl.int64), 0), table_rows - 1)
             if N_K > 0:
                 plain_row = token * stride_k_nope_token + head * stride_k_nope_head
                 plain = _load_rows(k_nope_ptr, plain_row, exists, N_K, BLOCK_K)
             rope_row = token * stride_k_rope_token + head * stride_k_rope_head
             first, second = _load_pairs(k_rope_ptr, rope_row, exists, R, BLOCK_PAIRS, HALF_PAIRING)
+            tl.debug_barrier()
+            angles = tl.minimum(tl.maximum(position.to(tl.int64), 0), table_rows - 1)
             cos, sin = _load_angles(table_ptr, angles * stride_table, exists, R, BLOCK_PAIRS)
             if N_K > 0:
                 out_row = page * stride_k_nope_out_page + place * stride_k_nope_out_token
@@ -455,7 +410,7 @@ def launch_rope_quantize_fp8(
     pairing: str,
     q_scale: float,
     kv_scale: float,
-    config: RopeConfig | None = None,
+    config: RowsConfig | None = None,
 ) -> Launches:
     """Fill the outputs; arguments as in ``mlacast.reference.rope_quantize_fp8``.
 
@@ -472,15 +427,13 @@ def launch_rope_quantize_fp8(
     launches = Launches(q_rope.device)
     inputs = [launches.inside(x, as_bits(x)) for x in (q_rope, q_nope, k_rope, k_nope, value)]
     outputs = [q_rope_out, q_nope_out, k_rope_out, k_nope_out, value_out]
-    config = config or rope_quantize_config(num_tokens * q_heads)
-    splits = config.rope_rows > 0 and q_nope.shape[2] > 0
-    rope_blocks = triton.cdiv(num_tokens * q_heads, config.rope_rows) if splits else 0
+    config = config or rope_quantize_config()
     q_blocks = triton.cdiv(num_tokens * q_heads, config.rows)
     k_blocks = triton.cdiv(num_tokens * kv_heads, config.rows)
     widths = {"Q": q_nope.shape[2], "K": k_nope.shape[2], "V": value_width}
     launches.launch(
         _rope_quantize_fp8_kernel,
-        (rope_blocks + q_blocks + k_blocks * (2 if value_width else 1),),
+        (q_blocks + k_blocks * (2 if value_width else 1),),
         *inputs,
         *(launches.inside(out, out.view(torch.uint8)) for out in outputs),
         launches.inside(cos_sin_cache, as_bits(cos_sin_cache)),
@@ -501,7 +454,6 @@ def launch_rope_quantize_fp8(
         entries.shape[0],
         k_rope_out.shape[0],
         num_tokens,
-        rope_blocks,
         q_blocks,
         k_blocks,
         q_scale,
@@ -517,7 +469,6 @@ def launch_rope_quantize_fp8(
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         ROWS=config.rows,
-        ROPE_ROWS=config.rope_rows if splits else 0,
         num_warps=config.num_warps,
         enable_fp_fusion=False,
     )
