@@ -37,10 +37,10 @@ APPEND_CONFIGS = tuple(
     for sizes in (
         (16, 4, 1024, 128, 128),
         (16, 4, 2048, 128, 128),
+        (32, 8, 1024, 128, 128),
         (32, 8, 2048, 128, 128),
         (32, 8, 4096, 128, 128),
         (64, 16, 4096, 128, 128),
-        (16, 8, 2048, 128, 64),
     )
 )
 FEW_APPEND_CONFIGS = tuple(
@@ -117,16 +117,9 @@ def sweep_cases() -> list[Case]:
     ]
     cases += [
         Case("kv_cache_append", CHUNK, kv_format, fused, config=config)
-        for kv_format, fused in (
-            (KvFormat.V4, False),
-            (KvFormat.V4, True),
-            (KvFormat.V41, True),
-            (KvFormat.V41_FP4, False),
-            (KvFormat.V41_FP4, True),
-            (KvFormat.NVFP4_384, True),
-            (KvFormat.BF16, False),
-            (KvFormat.BF16, True),
-        )
+        for kv_format in ALL_KV_FORMATS
+        if not kv_format.name.endswith("_INLINE")
+        for fused in (False, True)
         for config in APPEND_CONFIGS
     ]
     cases += [
@@ -136,7 +129,7 @@ def sweep_cases() -> list[Case]:
     ]
     return cases + [
         Case("kv_cache_gather", CHUNK, kv_format, config=config)
-        for kv_format in (KvFormat.V32, KvFormat.V4, KvFormat.V41_FP4, KvFormat.BF16)
+        for kv_format in ALL_KV_FORMATS
         for config in GATHER_CONFIGS
     ]
 

@@ -100,8 +100,10 @@ def _rotate_back(x, cos, sin, dead, N: gl.constexpr, HALF_PAIRING: gl.constexpr)
     blocks = gl.reshape(x, (HEADS, 512 // N, N))
     BLOCK: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, blocks.type.layout))
     is_last = (gl.arange(0, 512 // N, BLOCK) == 512 // N - 1)[None, :, None]
-    # -0.0 is the identity of addition: the sum over blocks returns the last one bit for bit.
-    last = gl.sum(gl.where(is_last, blocks, -0.0), 1)
+    # -0.0 is the identity of addition: the sum over blocks returns the last one bit for bit. Where
+    # it is written as a number the language takes it for 0.0.
+    negative_zero = gl.cast(gl.cast(-0x80000000, gl.int32), gl.float32, bitcast=True)
+    last = gl.sum(gl.where(is_last, blocks, negative_zero), 1)
     last = gl.convert_layout(last, LAYOUT, assert_trivial=True)
     rotated = _rotate_pairs(last, cos, sin, HALF_PAIRING)
     # Whatever the table holds at the position of an empty row, its output is zero.
