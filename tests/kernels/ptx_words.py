@@ -82,7 +82,8 @@ def _to_e4m3x2(high: Words, low: Words) -> Words:
         x = torch.from_numpy(_floats(words).copy())
         encoded = x.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
         codes.append(encoded.masked_fill(x.isnan(), 0x7F).numpy().astype(np.uint32))
-    return codes[0] | (codes[1] << np.uint32(8))
+    out: Words = codes[0] | (codes[1] << np.uint32(8))
+    return out
 
 
 def _prmt(a: Words, b: Words, selector: Words) -> Words:

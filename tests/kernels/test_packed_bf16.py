@@ -55,7 +55,8 @@ def _e2m1(x: NDArray[np.uint32], factor: np.float32, added: float) -> NDArray[np
 
 
 def _signed(x: NDArray[np.uint32], magnitude: NDArray[np.int64]) -> NDArray[np.uint32]:
-    return magnitude.astype(np.uint32) | ((x >> np.uint32(12)) & np.uint32(8))
+    out: NDArray[np.uint32] = magnitude.astype(np.uint32) | ((x >> np.uint32(12)) & np.uint32(8))
+    return out
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")
