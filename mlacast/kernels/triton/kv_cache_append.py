@@ -248,13 +248,18 @@ def _normed(
     KEEPS_NAN: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Columns of normed rows, rounded to bfloat16: bits. Without a weight if that is None.
+    """Columns of normed rows [ROWS, C], rounded to bfloat16: bits.
 
-    Which bits a NaN has does not matter unless KEEPS_NAN.
+    ``weight`` [n, C] is the same for all of n rows, or None for ones. Which bits a NaN has does not
+    matter unless KEEPS_NAN.
     """
     x = x * factor[:, None]
     if weight is not None:
-        x = x * widened(weight, NATIVE)[None, :]
+        ROWS: tl.constexpr = x.shape[0]
+        C: tl.constexpr = x.shape[1]
+        N: tl.constexpr = weight.shape[0]
+        by_pass = tl.reshape(x, (ROWS // N, N, C)) * widened(weight, NATIVE)[None, :, :]
+        x = tl.reshape(by_pass, (ROWS, C))
     if NATIVE and not KEEPS_NAN:
         return x.to(tl.bfloat16).to(tl.int16, bitcast=True)
     else:
@@ -358,11 +363,14 @@ def _kv_cache_append_kernel(
         THREADS,
     )
     if HAS_WEIGHT:
-        # Asked for before anything waits for a sum.
-        weight_a = tl.load(weight_ptr + column)
-        weight_b = tl.load(weight_ptr + column + RUN)
+        # Asked for before anything waits for a sum, for as many rows as the threads have at a time:
+        # each loads what it needs, and nothing goes through shared memory.
+        AT_A_TIME: tl.constexpr = min(ROWS, THREADS // 16)
+        weights = weight_ptr + tl.broadcast_to(column[None, :], (AT_A_TIME, 256))
+        weight_a = tl.load(weights)
+        weight_b = tl.load(weights + RUN)
         if D_QK == 512 and HAS_TAIL:
-            weight_tail = tl.load(weight_ptr + 448 + t)
+            weight_tail = tl.load(weight_ptr + 448 + t)[None, :]
     else:
         weight_a, weight_b, weight_tail = None, None, None
     write = valid & (twin == 0)
