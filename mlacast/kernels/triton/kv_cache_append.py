@@ -364,8 +364,10 @@ def _kv_cache_append_kernel(
     )
     if HAS_WEIGHT:
         # Asked for before anything waits for a sum, for as many rows as the threads have at a time:
-        # each loads what it needs, and nothing goes through shared memory.
-        AT_A_TIME: tl.constexpr = min(ROWS, THREADS // 16)
+        # each loads what it needs, and nothing goes through shared memory. With codes of four bits
+        # threads have other columns than they would load.
+        IS_FP4: tl.constexpr = RECORD == "v41_fp4" or RECORD == "nvfp4_384"
+        AT_A_TIME: tl.constexpr = 1 if IS_FP4 else min(ROWS, THREADS // 16)
         weights = weight_ptr + tl.broadcast_to(column[None, :], (AT_A_TIME, 256))
         weight_a = tl.load(weights)
         weight_b = tl.load(weights + RUN)
