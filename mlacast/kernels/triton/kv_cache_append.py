@@ -21,7 +21,6 @@ from mlacast.kernels.common.fp8_casts import (
     as_bits,
     has_fp8_casts,
     to_bf16_bits,
-    to_fp8,
 )
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.packed_bf16 import widened
@@ -38,7 +37,6 @@ from mlacast.kernels.triton.kv_cache_append_encode import (
     encode_fp4,
     encode_fp8,
     encode_pow2,
-    in_two,
     rotate_pairs,
     sum_of_squares,
     word_bytes,
@@ -207,9 +205,13 @@ def _store_dimensions(
     RECORD: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Encode and store dimensions FIRST to LAST, the first ones of ``a`` and ``b`` [ROWS, C]."""
+    """Encode and store dimensions FIRST to LAST, the first ones of ``a`` and ``b`` [ROWS, C].
+
+    ``b`` is None for a tile of neighbours.
+    """
     ROWS: tl.constexpr = a.shape[0]
     C: tl.constexpr = a.shape[1]
+    N: tl.constexpr = C if b is None else 2 * C
     COUNT: tl.constexpr = LAST - FIRST
     if RECORD == "fp8":
         codes = encode_fp8(a, b, ROWS, C, NATIVE)
@@ -217,13 +219,13 @@ def _store_dimensions(
     elif RECORD == "v32":
         codes, scales = encode_pow2(a, b, ROWS, C, 128, True, NATIVE)
         _store(cache_ptr, data + FIRST, codes, write, COUNT)
-        words = word_bytes(scales, ROWS, C // 64)
+        words = word_bytes(scales, ROWS, N // 128)
         _store(cache_ptr, data + (512 + FIRST // 32), words, write, COUNT // 32)
     elif RECORD == "v4":
         # The byte after the seven scales is padding, a zero.
         codes, scales = encode_pow2(a, b, ROWS, C, 64, False, NATIVE)
         _store(cache_ptr, data + FIRST, codes, write, COUNT)
-        _store_scales(cache_ptr, scale + FIRST // 64, scales, write, COUNT // 64, C // 32)
+        _store_scales(cache_ptr, scale + FIRST // 64, scales, write, COUNT // 64, N // 64)
     elif RECORD == "v41":
         codes, scales = encode_pow2(a, b, ROWS, C, 32, False, NATIVE)
         _store(cache_ptr, data + FIRST, codes, write, COUNT)
@@ -237,7 +239,35 @@ def _store_dimensions(
         # The four bytes after the 28 scales are padding, zeros.
         codes, scales = encode_fp4(a, b, ROWS, C, True, NATIVE)
         _store(cache_ptr, data + FIRST // 2, codes, write, COUNT // 2)
-        _store_scales(cache_ptr, scale + FIRST // 16, scales, write, COUNT // 16, C // 8)
+        _store_scales(cache_ptr, scale + FIRST // 16, scales, write, COUNT // 16, N // 16)
+
+
+@triton.jit
+def _store_tail(
+    tail,
+    cache_ptr,
+    data,
+    scale,
+    write,
+    FIRST: tl.constexpr,
+    DATA: tl.constexpr,
+    D_QK: tl.constexpr,
+    RECORD: tl.constexpr,
+    KEEPS_TAIL: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Store dimensions FIRST.. of the last 64, ``tail`` [ROWS, N]."""
+    ROWS: tl.constexpr = tail.shape[0]
+    N: tl.constexpr = tail.shape[1]
+    if KEEPS_TAIL:
+        plain = bf16_bytes(bits_of(tail, NATIVE), ROWS, N)
+        _store(cache_ptr, data + (DATA - 2 * (D_QK - FIRST)), plain, write, 2 * N)
+    elif RECORD == "rows":
+        _store(cache_ptr, data + FIRST, bits_of(tail, NATIVE), write, N)
+    else:
+        _store_dimensions(
+            tail, None, cache_ptr, data, scale, write, FIRST, FIRST + N, RECORD, NATIVE
+        )
 
 
 @triton.jit
@@ -326,11 +356,14 @@ def _kv_cache_append_kernel(
     a = tl.load(latent, mask=mask)
     b = tl.load(latent + RUN, mask=mask)
     if HAS_TAIL:
-        t = tl.arange(0, 64)
-        tail = tl.load(
-            latent_ptr + (row * stride_latent)[:, None] + (D_QK - 64 + t)[None, :],
-            mask=exists[:, None] & (t >= 0)[None, :],
-        )
+        # Halves that are rotated with each other are two tiles.
+        IN_HALVES: tl.constexpr = HAS_ROPE and HALF_PAIRING
+        T: tl.constexpr = 32 if IN_HALVES else 64
+        t = tl.arange(0, T)
+        last = latent_ptr + (row * stride_latent)[:, None] + (D_QK - 64 + t)[None, :]
+        tail = tl.load(last, mask=exists[:, None] & (t >= 0)[None, :])
+        if IN_HALVES:
+            tail_end = tl.load(last + 32, mask=exists[:, None] & (t >= 0)[None, :])
     # Loads stay before a barrier. Without it the compiler asks for latents after the first use of a
     # position, or after the look at other slots, to save registers: one wait for memory more.
     tl.debug_barrier()
@@ -373,8 +406,10 @@ def _kv_cache_append_kernel(
         weight_b = tl.load(weights + RUN)
         if D_QK == 512 and HAS_TAIL:
             weight_tail = tl.load(weight_ptr + 448 + t)[None, :]
+            if IN_HALVES:
+                weight_end = tl.load(weight_ptr + 480 + t)[None, :]
     else:
-        weight_a, weight_b, weight_tail = None, None, None
+        weight_a, weight_b, weight_tail, weight_end = None, None, None, None
     write = valid & (twin == 0)
     data, scale = record_places(
         slot, write, page_size, page_inverse, page_shift, stride_page, INLINE, DATA, SCALE
@@ -388,24 +423,40 @@ def _kv_cache_append_kernel(
         b = _normed(b, factor, weight_b, KEEPS_NAN, NATIVE)
         if D_QK == 512 and HAS_TAIL:
             tail = _normed(widened(tail, NATIVE), factor, weight_tail, True, NATIVE)
+            if IN_HALVES:
+                tail_end = _normed(widened(tail_end, NATIVE), factor, weight_end, True, NATIVE)
     if HAS_ROPE:
-        tail = rotate_pairs(widened(tail, NATIVE), cos, sin, ROWS, HALF_PAIRING, NATIVE)
+        if IN_HALVES:
+            tail, tail_end = rotate_pairs(
+                widened(tail, NATIVE), widened(tail_end, NATIVE), cos, sin, NATIVE
+            )
+        else:
+            even, odd = tl.split(tl.reshape(widened(tail, NATIVE), (ROWS, 32, 2)))
+            even, odd = rotate_pairs(even, odd, cos, sin, NATIVE)
+            tail = tl.reshape(tl.join(even, odd), (ROWS, 64))
     if RECORD == "rows":
         _store(cache_ptr, data, bits_of(a, NATIVE), write, 256)
         _store(cache_ptr, data + 256, bits_of(b, NATIVE), write, MAIN - 256)
     else:
         _store_dimensions(a, b, cache_ptr, data, scale, write, 0, MAIN, RECORD, NATIVE)
-    if KEEPS_TAIL:
-        plain = bf16_bytes(bits_of(tail, NATIVE), ROWS, 64)
-        _store(cache_ptr, data + (DATA - 128), plain, write, 128)
-    elif HAS_TAIL:
-        if RECORD == "rows":
-            _store(cache_ptr, data + MAIN, bits_of(tail, NATIVE), write, 64)
-        elif RECORD == "fp8":
-            _store(cache_ptr, data + MAIN, to_fp8(widened(tail, NATIVE), False, NATIVE), write, 64)
-        else:
-            a, b = in_two(tail, ROWS, 64)
-            _store_dimensions(a, b, cache_ptr, data, scale, write, MAIN, D_QK, RECORD, NATIVE)
+    if HAS_TAIL:
+        _store_tail(
+            tail, cache_ptr, data, scale, write, D_QK - 64, DATA, D_QK, RECORD, KEEPS_TAIL, NATIVE
+        )
+        if IN_HALVES:
+            _store_tail(
+                tail_end,
+                cache_ptr,
+                data,
+                scale,
+                write,
+                D_QK - 32,
+                DATA,
+                D_QK,
+                RECORD,
+                KEEPS_TAIL,
+                NATIVE,
+            )
 
 
 def launch_kv_cache_append(

@@ -1,8 +1,9 @@
 """Tiles of latent dimensions as codes and scales: the encoders of ``kv_cache_append``.
 
-A tile of 2 * C columns comes as two, ``a`` and ``b`` [ROWS, C]: of every 16 columns the first eight
-are in ``a`` and the others in ``b``. A thread that loads 16 bytes of each has whole groups of 16,
-and what is computed for a group is computed once. Tiles are int16, bits of bfloat16, or numbers.
+A tile of N = 2 * C columns comes as two, ``a`` and ``b`` [ROWS, C]: of every 16 columns the first
+eight are in ``a`` and the others in ``b``. A thread that loads 16 bytes of each has whole groups of
+16, and what is computed for a group is computed once. ``b`` is None for a tile of N = C neighbours.
+Tiles are int16, bits of bfloat16, or numbers.
 
 A group that is not finite costs its elements nothing: the factor that they are multiplied with is
 chosen so that the cast gives the codes it must have (a NaN makes every code 0x7F; 0.0 makes
@@ -41,14 +42,14 @@ def _per_column(group, ROWS: tl.constexpr, GROUPS: tl.constexpr, C: tl.constexpr
 
 
 @triton.jit
-def _largest(a, b, ROWS: tl.constexpr, C: tl.constexpr, VEC: tl.constexpr, NATIVE: tl.constexpr):
-    """float32 bits of the largest magnitude of VEC columns, int32 [ROWS, 2 * C / VEC].
+def _largest(a, b, ROWS: tl.constexpr, C: tl.constexpr, GROUPS: tl.constexpr, NATIVE: tl.constexpr):
+    """float32 bits of the largest magnitude of each group, int32 [ROWS, GROUPS].
 
     NaN is above infinity.
     """
     if NATIVE and a.dtype == tl.int16:
         # Halves of what a thread has meet, so that pairs stay pairs as long as possible.
-        largest = larger_bf16(a, b)
+        largest = a if b is None else larger_bf16(a, b)
         halves = tl.permute(tl.reshape(largest, (ROWS, C // 8, 2, 4)), (0, 1, 3, 2))
         left, right = tl.split(halves)
         halves = tl.permute(
@@ -56,12 +57,12 @@ def _largest(a, b, ROWS: tl.constexpr, C: tl.constexpr, VEC: tl.constexpr, NATIV
         )
         left, right = tl.split(halves)
         bits = (larger_bf16(left, right).to(tl.int32) & 0x7FFF) << 16
-        return tl.max(tl.reshape(bits, (ROWS, 2 * C // VEC, VEC // 8)), 2)
+        return tl.max(tl.reshape(bits, (ROWS, GROUPS, C // 4 // GROUPS)), 2)
     else:
-        one = as_float32(a).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        other = as_float32(b).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        grouped = tl.reshape(tl.maximum(one, other), (ROWS, 2 * C // VEC, VEC // 2))
-        return tl.max(grouped, 2)
+        bits = as_float32(a).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        if b is not None:
+            bits = tl.maximum(bits, as_float32(b).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        return tl.max(tl.reshape(bits, (ROWS, GROUPS, C // GROUPS)), 2)
 
 
 @triton.jit
@@ -75,10 +76,11 @@ def _pow2_codes(x, inverse, NATIVE: tl.constexpr):
 
 @triton.jit
 def encode_fp8(a, b, ROWS: tl.constexpr, C: tl.constexpr, NATIVE: tl.constexpr):
-    """E4M3 codes (uint8 [ROWS, 2 * C]) without scales."""
-    one = to_fp8(widened(a, NATIVE), False, NATIVE)
-    other = to_fp8(widened(b, NATIVE), False, NATIVE)
-    return _merged(one, other, ROWS, C, 8)
+    """E4M3 codes (uint8 [ROWS, N]) without scales."""
+    codes = to_fp8(widened(a, NATIVE), False, NATIVE)
+    if b is not None:
+        codes = _merged(codes, to_fp8(widened(b, NATIVE), False, NATIVE), ROWS, C, 8)
+    return codes
 
 
 @triton.jit
@@ -91,12 +93,12 @@ def encode_pow2(
     V32: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """E4M3 codes (uint8 [ROWS, 2 * C]) with power-of-two scales, and those [ROWS, 2 * C / VEC].
+    """E4M3 codes (uint8 [ROWS, N]) with power-of-two scales, and those [ROWS, N / VEC].
 
     The scales are UE8M0 bytes (int32), for V32 the bits of their float32 values.
     """
-    GROUPS: tl.constexpr = 2 * C // VEC
-    largest = _largest(a, b, ROWS, C, VEC, NATIVE)
+    GROUPS: tl.constexpr = C // VEC if b is None else 2 * C // VEC
+    largest = _largest(a, b, ROWS, C, GROUPS, NATIVE)
     # The smallest power of two not below largest / 448, and not below 1e-4: 448 is 1.75 * 2**8, so
     # a mantissa above 1.75 carries into the exponent. No quotient is so near a power of two that
     # rounding it to float32 would decide.
@@ -111,7 +113,9 @@ def encode_pow2(
         inverse = tl.where(largest >= _INFINITY, special, inverse)
         scales = tl.where(largest >= _INFINITY, 0xFF, exponent)
     wide = _per_column(inverse, ROWS, GROUPS, C)
-    codes = _merged(_pow2_codes(a, wide, NATIVE), _pow2_codes(b, wide, NATIVE), ROWS, C, 8)
+    codes = _pow2_codes(a, wide, NATIVE)
+    if b is not None:
+        codes = _merged(codes, _pow2_codes(b, wide, NATIVE), ROWS, C, 8)
     return codes, scales
 
 
@@ -133,16 +137,23 @@ def _encode_e2m1_over(x, scale):
 
 
 @triton.jit
-def _fp4_pairs(x, decoded, forced, ROWS: tl.constexpr, C: tl.constexpr, NVFP4: tl.constexpr):
+def _fp4_pairs(
+    x,
+    decoded,
+    forced,
+    ROWS: tl.constexpr,
+    C: tl.constexpr,
+    GROUPS: tl.constexpr,
+    NVFP4: tl.constexpr,
+):
     """E2M1 codes, two a byte (uint8 [ROWS, C / 2]); ``forced`` replaces bytes unless negative."""
-    GROUPS: tl.constexpr = C // 8
-    grouped = tl.reshape(as_float32(x), (ROWS, GROUPS, 8))
+    grouped = tl.reshape(as_float32(x), (ROWS, GROUPS, C // GROUPS))
     if NVFP4:
         inverse = tl.math.div_rn(1.0, tl.where(decoded == 0.0, 1.0, decoded))
         codes = encode_e2m1_numbers(grouped * tl.expand_dims(inverse, 2))
     else:
         codes = _encode_e2m1_over(grouped, tl.expand_dims(decoded, 2))
-    low, high = tl.split(tl.reshape(codes, (ROWS, GROUPS, 4, 2)))
+    low, high = tl.split(tl.reshape(codes, (ROWS, GROUPS, C // GROUPS // 2, 2)))
     forced = tl.expand_dims(forced, 2)
     packed = tl.where(forced >= 0, forced, low | (high << 4)).to(tl.uint8)
     return tl.reshape(packed, (ROWS, C // 2))
@@ -159,13 +170,13 @@ def _packed_fp4_pairs(x, inverse, zero, ROWS: tl.constexpr, C: tl.constexpr):
 def encode_fp4(
     a, b, ROWS: tl.constexpr, C: tl.constexpr, NVFP4: tl.constexpr, NATIVE: tl.constexpr
 ):
-    """E2M1 codes, two a byte (uint8 [ROWS, C]), and E4M3 scales (uint8 [ROWS, C / 8]).
+    """E2M1 codes, two a byte (uint8 [ROWS, N / 2]), and E4M3 scales (uint8 [ROWS, N / 16]).
 
     NVFP4: a scale may be 0, and codes come from a product with the reciprocal. Otherwise the scale
     is at least 2**-9 and codes come from the quotient.
     """
-    GROUPS: tl.constexpr = C // 8
-    largest = _largest(a, b, ROWS, C, 16, NATIVE)
+    GROUPS: tl.constexpr = C // 16 if b is None else C // 8
+    largest = _largest(a, b, ROWS, C, GROUPS, NATIVE)
     finite = largest < _INFINITY
     value = largest.to(tl.float32, bitcast=True)
     PACKED: tl.constexpr = NATIVE and a.dtype == tl.int16
@@ -192,17 +203,21 @@ def encode_fp4(
         # A product that is NaN becomes the largest code.
         inverse = tl.where(finite, inverse, float("nan"))
         inverse = _per_column(inverse, ROWS, GROUPS, C // 2)
-        one = _packed_fp4_pairs(a, inverse, zero, ROWS, C)
-        other = _packed_fp4_pairs(b, inverse, zero, ROWS, C)
+        codes = _packed_fp4_pairs(a, inverse, zero, ROWS, C)
+        if b is not None:
+            other = _packed_fp4_pairs(b, inverse, zero, ROWS, C)
+            codes = _merged(codes, other, ROWS, C // 2, 4)
     else:
         # What becomes of the bytes of a group whose elements do not matter.
         forced = tl.where(finite, -1, 0x77)
         if NVFP4:
             forced = tl.where(finite & (scales == 0), 0, forced)
-        one = _fp4_pairs(a, decoded, forced, ROWS, C, NVFP4)
-        other = _fp4_pairs(b, decoded, forced, ROWS, C, NVFP4)
+        codes = _fp4_pairs(a, decoded, forced, ROWS, C, GROUPS, NVFP4)
+        if b is not None:
+            other = _fp4_pairs(b, decoded, forced, ROWS, C, GROUPS, NVFP4)
+            codes = _merged(codes, other, ROWS, C // 2, 4)
     scales = tl.where(finite, scales, 0x7F).to(tl.uint8)
-    return _merged(one, other, ROWS, C // 2, 4), scales
+    return codes, scales
 
 
 @triton.jit
@@ -252,23 +267,7 @@ def sum_of_squares(a, b, ROWS: tl.constexpr, RUN: tl.constexpr):
 
 
 @triton.jit
-def rotate_pairs(x, cos, sin, ROWS: tl.constexpr, HALF_PAIRING: tl.constexpr, NATIVE: tl.constexpr):
-    """Rotate 64 columns by ``cos``, ``sin`` [ROWS, 32]: bfloat16 bits (int16)."""
-    if HALF_PAIRING:
-        first, second = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, 32)), (0, 2, 1)))
-    else:
-        first, second = tl.split(tl.reshape(x, (ROWS, 32, 2)))
-    rotated = tl.join(first * cos - second * sin, second * cos + first * sin)
-    if HALF_PAIRING:
-        rotated = tl.permute(rotated, (0, 2, 1))
-    return to_bf16_bits(tl.reshape(rotated, (ROWS, 64)), NATIVE)
-
-
-@triton.jit
-def in_two(x, ROWS: tl.constexpr, N: tl.constexpr):
-    """[ROWS, N] as the two tiles that the encoders take."""
-    return tl.split(
-        tl.reshape(
-            tl.permute(tl.reshape(x, (ROWS, N // 16, 2, 8)), (0, 1, 3, 2)), (ROWS, N // 2, 2)
-        )
-    )
+def rotate_pairs(first, second, cos, sin, NATIVE: tl.constexpr):
+    """Rotate pairs by ``cos``, ``sin``, float32 of one shape: bfloat16 bits (int16) of both."""
+    rotated = to_bf16_bits(first * cos - second * sin, NATIVE)
+    return rotated, to_bf16_bits(second * cos + first * sin, NATIVE)
