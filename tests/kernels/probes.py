@@ -17,6 +17,7 @@ from mlacast.kernels.common.numbers import (
     encode_e2m1,
     encode_e4m3,
     encode_ue8m0,
+    negative_zero,
 )
 from mlacast.kernels.common.record_places import page_division, record_places
 from mlacast.kernels.common.store import store_output
@@ -49,6 +50,19 @@ def apply_helper(helper: str, x: Tensor) -> Tensor:
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     block = 1024
     _number_kernel[(triton.cdiv(x.shape[0], block),)](x, out, x.shape[0], helper, block)
+    return out
+
+
+@triton.jit
+def _zero_kernel(out_ptr):
+    """Store a negative zero. One program."""
+    tl.store(out_ptr, negative_zero())
+
+
+def stored_negative_zero() -> Tensor:
+    """What a kernel makes of -0.0, float32 [1]."""
+    out = torch.empty(1)
+    _zero_kernel[(1,)](out)
     return out
 
 

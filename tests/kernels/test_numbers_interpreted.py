@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kernels import number_cases
+from tests.kernels import number_cases, probes
 from tests.quantizers import E2M1_MAGNITUDES, E4M3_MAGNITUDES
 
 
@@ -25,6 +25,12 @@ def test_e2m1_encodes_like_the_library() -> None:
 
 def test_ue8m0_encodes_like_the_library() -> None:
     number_cases.check_encode_ue8m0("cpu")
+
+
+def test_a_negative_zero_has_its_sign() -> None:
+    """Written as a number it would not, on the device as little as here."""
+    zero = probes.stored_negative_zero()
+    assert bool(zero == 0) and bool(zero.signbit())
 
 
 def test_the_boundaries_are_among_the_inputs() -> None:
