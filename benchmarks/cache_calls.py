@@ -18,7 +18,7 @@ from torch import Tensor
 
 import mlacast
 from mlacast.descriptors.kv_format import ALL_KV_FORMATS, KvFormat
-from mlacast.kernels.config.caches import AppendConfig, RowsConfig
+from mlacast.kernels.config.caches import AppendConfig, RopeConfig, RowsConfig
 from tests.format_cases import storage_bytes
 
 DEVICE = "cuda"
@@ -29,7 +29,8 @@ TABLE_ROWS = 1 << 16
 CHUNK = 8192
 SMALL_TOKENS = (1, 2, 4, 8, 16)
 ROPE_CONFIGS = tuple(
-    RowsConfig(*pair) for pair in ((8, 4), (4, 4), (4, 2), (2, 2), (1, 1), (2, 1), (16, 8))
+    RopeConfig(*sizes)
+    for sizes in ((8, 4), (8, 4, True), (4, 4), (4, 4, True), (2, 2), (2, 2, True))
 )
 GATHER_CONFIGS = tuple(RowsConfig(*pair) for pair in ((2, 1), (4, 1), (4, 2), (8, 4)))
 APPEND_CONFIGS = tuple(
@@ -37,14 +38,14 @@ APPEND_CONFIGS = tuple(
     for sizes in (
         (16, 4, 1024, 128, 128),
         (16, 4, 2048, 128, 128),
-        (32, 8, 1024, 128, 128),
         (32, 8, 2048, 128, 128),
-        (32, 8, 4096, 128, 128),
-        (64, 16, 4096, 128, 128),
+        (32, 8, 2048, 128, 128, True),
+        (32, 8, 8192, 128, 128, True),
+        (16, 4, 4096, 128, 128, True),
     )
 )
 FEW_APPEND_CONFIGS = tuple(
-    AppendConfig(*sizes) for sizes in ((1, 1, 0, 1024), (2, 2, 0, 1024), (2, 1, 0, 512))
+    AppendConfig(*sizes) for sizes in ((1, 1, 0, 1024), (2, 2, 0, 1024), (2, 2, 0, 1024, 0, True))
 )
 
 Call = Callable[[], object]

@@ -62,6 +62,7 @@ CHUNK = append_config(8192, 64)
 CHUNK_OPTIONS = {"num_warps": CHUNK.num_warps, "maxnreg": CHUNK.max_registers}
 FEW = append_config(1, 64)
 GATHER = gather_config()
+MANY_QUERIES, FEW_QUERIES = rope_quantize_config(8192), rope_quantize_config(128)
 
 ROPE = {
     "R": 64,
@@ -78,7 +79,8 @@ ROPE = {
     "NATIVE": True,
     "Q_HEADS": 128,
     "KV_HEADS": 1,
-    "ROWS": rope_quantize_config().rows,
+    "ROWS": MANY_QUERIES.rows,
+    "PINNED": MANY_QUERIES.pinned,
 }
 ROPE_TYPES = {
     **{f"{part}_ptr": "*i16" for part in ("q_rope", "q_nope", "k_rope", "k_nope", "v")},
@@ -98,6 +100,15 @@ ROPE_VARIANTS = (
         40,
         8,
         4,
+    ),
+    Variant(
+        "mla_few",
+        rope_quantize_fp8,
+        {**ROPE, "ROWS": FEW_QUERIES.rows, "PINNED": FEW_QUERIES.pinned},
+        ROPE_TYPES,
+        40,
+        4,
+        2,
     ),
     Variant("pages", rope_quantize_fp8, {**ROPE, "PAGED": True}, ROPE_TYPES, 64, 8, 4),
     Variant(
@@ -138,6 +149,7 @@ def _append_constants(kv_format: KvFormat, fused: bool, config: AppendConfig) ->
         "TILE": config.tile,
         "STEP": config.step,
         "THREADS": 32 * config.num_warps,
+        "PINNED": config.pinned,
     }
 
 

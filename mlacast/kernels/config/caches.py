@@ -8,6 +8,8 @@ from dataclasses import dataclass
 _FEW_ROWS = 1024
 # A program of 32 rows lies in two pages at most if these are not smaller.
 _ROWS_OF_A_PAGE = 32
+# Two tokens of 128 heads.
+_FEW_QUERY_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,17 @@ class RowsConfig:
 
     rows: int
     num_warps: int
+
+
+@dataclass(frozen=True)
+class RopeConfig(RowsConfig):
+    """Rows (a token and a head each) of a program, its warps, and the order of its loads.
+
+    Attributes:
+        pinned: A barrier keeps the loads of columns before the first use of a position.
+    """
+
+    pinned: bool = False
 
 
 @dataclass(frozen=True)
@@ -30,6 +43,7 @@ class AppendConfig:
         step: Earlier slots compared with each of its own at a time.
         max_registers: Registers of a thread at most, 0 for as many as the compiler wants. With 128
             there are 512 threads on a multiprocessor, for which 8192 rows are one wave.
+        pinned: A barrier keeps the loads of latents, and of the first tile, before the look.
     """
 
     rows: int
@@ -37,15 +51,19 @@ class AppendConfig:
     tile: int
     step: int
     max_registers: int = 0
+    pinned: bool = False
 
 
-def rope_quantize_config() -> RowsConfig:
-    """Pick the program of ``rope_quantize_fp8``, whatever the number of rows.
+def rope_quantize_config(num_rows: int) -> RopeConfig:
+    """Pick the program of ``rope_quantize_fp8`` for so many rows of queries.
 
     Eight rows of 576 numbers are 9 KB in flight, and 64 tokens of 128 heads still give every
-    multiprocessor several programs.
+    multiprocessor several programs. Fewer rows a program and a barrier are faster for a token or
+    two, and slower from four tokens on.
     """
-    return RowsConfig(rows=8, num_warps=4)
+    if num_rows <= _FEW_QUERY_ROWS:
+        return RopeConfig(rows=4, num_warps=4, pinned=True)
+    return RopeConfig(rows=8, num_warps=4)
 
 
 def append_config(num_rows: int, page_size: int) -> AppendConfig:

@@ -206,6 +206,7 @@ def _kv_cache_append_kernel(
     TILE: tl.constexpr,
     STEP: tl.constexpr,
     THREADS: tl.constexpr,
+    PINNED: tl.constexpr,
 ):
     """Write ROWS rows. Grid: (ceil(num_rows / ROWS),).
 
@@ -222,9 +223,13 @@ def _kv_cache_append_kernel(
     exists = row < num_rows
     row = row.to(tl.int64)
     slot = tl.load(slots_ptr + row * stride_slots, mask=exists, other=-1).to(tl.int64)
+    if TILE == 0:
+        near = None
+    else:
+        at = tl.arange(0, TILE)
+        near = load_slots(slots_ptr, stride_slots, first // TILE * TILE + at, at < first % TILE)
     if HAS_ROPE:
         position = tl.load(positions_ptr + row * stride_positions, mask=exists, other=0)
-    # The latents are asked for before anything waits for slots.
     c = tl.arange(0, 256)
     column = (c // RUN) * (2 * RUN) + c % RUN
     latent = latent_ptr + (row * stride_latent)[:, None] + column[None, :]
@@ -240,22 +245,15 @@ def _kv_cache_append_kernel(
         tail = tl.load(last, mask=exists[:, None] & (t >= 0)[None, :])
         if IN_HALVES:
             tail_end = tl.load(last + 32, mask=exists[:, None] & (t >= 0)[None, :])
-    # Loads stay before a barrier. Without it the compiler asks for latents after the first use of a
-    # position, or after the look at other slots, to save registers: one wait for memory more.
-    tl.debug_barrier()
-    if TILE == 0:
-        near = None
-    else:
-        at = tl.arange(0, TILE)
-        near = load_slots(slots_ptr, stride_slots, first // TILE * TILE + at, at < first % TILE)
+    if PINNED:
+        # Loads stay before a barrier; elsewhere the compiler may ask for them later.
+        tl.debug_barrier()
     if HAS_ROPE:
         angle = tl.minimum(tl.maximum(position.to(tl.int64), 0), table_rows - 1) * stride_table
         pair = tl.arange(0, 32)
         angles = table_ptr + angle[:, None] + pair[None, :]
         cos = tl.load(angles, mask=exists[:, None] & (pair >= 0)[None, :])
         sin = tl.load(angles + 32, mask=exists[:, None] & (pair >= 0)[None, :])
-    if HAS_ROPE:
-        tl.debug_barrier()
     valid = exists & (slot >= 0) & (slot < num_slots)
     twin = has_lower_twin(
         slots_ptr,
@@ -389,6 +387,7 @@ def launch_kv_cache_append(
         TILE=config.tile,
         STEP=config.step,
         THREADS=32 * config.num_warps,
+        PINNED=config.pinned,
         num_warps=config.num_warps,
         **({"maxnreg": config.max_registers} if config.max_registers else {}),
         enable_fp_fusion=False,

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from mlacast.kernels.common.fp8_casts import as_bits, as_float32, has_fp8_casts, to_fp8
 from mlacast.kernels.common.launch import Launches
-from mlacast.kernels.config.caches import RowsConfig, rope_quantize_config
+from mlacast.kernels.config.caches import RopeConfig, rope_quantize_config
 
 # Counts that vary while serving must not pick another variant of the kernel, nor must where a slice
 # of a list of numbers happens to start. Strides of rows and numbers of heads are those of a model
@@ -181,6 +181,7 @@ def _quantize_queries(
     NATIVE: tl.constexpr,
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
+    PINNED: tl.constexpr,
 ):
     """Quantise rows ``block * ROWS``.. of the queries: R rotated columns and N others."""
     token, head, exists = _token_and_head(block, HEADS, num_tokens, ROWS)
@@ -193,9 +194,10 @@ def _quantize_queries(
         plain = _load_rows(q_nope_ptr, row, exists, N, BLOCK_N)
     row = token * stride_q_rope_token + head * stride_q_rope_head
     first, second = _load_pairs(q_rope_ptr, row, exists, R, BLOCK_PAIRS, HALF_PAIRING)
-    # Where the angles are depends on a load, the position. Without the barrier the compiler would
-    # ask for the columns after the first use of it; they leave before the angles come.
-    tl.debug_barrier()
+    # Where the angles are depends on a load, the position. The columns leave before they come; with
+    # PINNED the compiler does not ask for columns after the first use of a position.
+    if PINNED:
+        tl.debug_barrier()
     angles = tl.minimum(tl.maximum(position.to(tl.int64), 0), table_rows - 1) * stride_table
     cos, sin = _load_angles(table_ptr, angles, exists, R, BLOCK_PAIRS)
     if N > 0:
@@ -285,6 +287,7 @@ def _rope_quantize_fp8_kernel(
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     ROWS: tl.constexpr,
+    PINNED: tl.constexpr,
 ):
     """Quantise ROWS (token, head) rows. Grid: (query blocks + key blocks + value blocks,).
 
@@ -324,6 +327,7 @@ def _rope_quantize_fp8_kernel(
             NATIVE,
             Q_HEADS,
             ROWS,
+            PINNED,
         )
     else:
         block = program - q_blocks
@@ -361,7 +365,8 @@ def _rope_quantize_fp8_kernel(
                 plain = _load_rows(k_nope_ptr, plain_row, exists, N_K, BLOCK_K)
             rope_row = token * stride_k_rope_token + head * stride_k_rope_head
             first, second = _load_pairs(k_rope_ptr, rope_row, exists, R, BLOCK_PAIRS, HALF_PAIRING)
-            tl.debug_barrier()
+            if PINNED:
+                tl.debug_barrier()
             angles = tl.minimum(tl.maximum(position.to(tl.int64), 0), table_rows - 1)
             cos, sin = _load_angles(table_ptr, angles * stride_table, exists, R, BLOCK_PAIRS)
             if N_K > 0:
@@ -410,7 +415,7 @@ def launch_rope_quantize_fp8(
     pairing: str,
     q_scale: float,
     kv_scale: float,
-    config: RowsConfig | None = None,
+    config: RopeConfig | None = None,
 ) -> Launches:
     """Fill the outputs; arguments as in ``mlacast.reference.rope_quantize_fp8``.
 
@@ -427,7 +432,7 @@ def launch_rope_quantize_fp8(
     launches = Launches(q_rope.device)
     inputs = [launches.inside(x, as_bits(x)) for x in (q_rope, q_nope, k_rope, k_nope, value)]
     outputs = [q_rope_out, q_nope_out, k_rope_out, k_nope_out, value_out]
-    config = config or rope_quantize_config()
+    config = config or rope_quantize_config(num_tokens * q_heads)
     q_blocks = triton.cdiv(num_tokens * q_heads, config.rows)
     k_blocks = triton.cdiv(num_tokens * kv_heads, config.rows)
     widths = {"Q": q_nope.shape[2], "K": k_nope.shape[2], "V": value_width}
@@ -469,6 +474,7 @@ def launch_rope_quantize_fp8(
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         ROWS=config.rows,
+        PINNED=config.pinned,
         num_warps=config.num_warps,
         enable_fp_fusion=False,
     )
