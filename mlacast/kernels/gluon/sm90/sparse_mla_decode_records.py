@@ -166,29 +166,26 @@ def _e4m3_times_number(words, high, low):
 @gluon.jit
 def _e2m1_times_number(words, multiplier):
     """Eight codes a word, times two equal numbers a word: four words of two bfloat16."""
+    # Each code in the upper half of a byte, which is sign-extended like one of e4m3.
     return gl.inline_asm_elementwise(
         """{
-        .reg .b32 l, t, u;
+        .reg .b32 l, t;
         shl.b32 l, $4, 4;
-        prmt.b32 t, l, $4, 0x4000;
-        shr.b32 u, t, 6;
-        and.b32 u, u, 0x01C001C0;
-        lop3.b32 t, t, 0x80008000, u, 0xEA;
+        prmt.b32 t, l, $4, 0xC480;
+        shl.b32 t, t, 2;
+        and.b32 t, t, 0x81C081C0;
         mul.rn.bf16x2 $0, t, $5;
-        prmt.b32 t, l, $4, 0x5010;
-        shr.b32 u, t, 6;
-        and.b32 u, u, 0x01C001C0;
-        lop3.b32 t, t, 0x80008000, u, 0xEA;
+        prmt.b32 t, l, $4, 0xD591;
+        shl.b32 t, t, 2;
+        and.b32 t, t, 0x81C081C0;
         mul.rn.bf16x2 $1, t, $5;
-        prmt.b32 t, l, $4, 0x6020;
-        shr.b32 u, t, 6;
-        and.b32 u, u, 0x01C001C0;
-        lop3.b32 t, t, 0x80008000, u, 0xEA;
+        prmt.b32 t, l, $4, 0xE6A2;
+        shl.b32 t, t, 2;
+        and.b32 t, t, 0x81C081C0;
         mul.rn.bf16x2 $2, t, $5;
-        prmt.b32 t, l, $4, 0x7030;
-        shr.b32 u, t, 6;
-        and.b32 u, u, 0x01C001C0;
-        lop3.b32 t, t, 0x80008000, u, 0xEA;
+        prmt.b32 t, l, $4, 0xF7B3;
+        shl.b32 t, t, 2;
+        and.b32 t, t, 0x81C081C0;
         mul.rn.bf16x2 $3, t, $5;
         }""",
         "=r,=r,=r,=r,r,r",
