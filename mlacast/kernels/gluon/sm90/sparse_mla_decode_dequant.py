@@ -185,19 +185,21 @@ def _read_scales(
     MIXED: gl.constexpr,
     FORMAT: gl.constexpr,
 ):
-    """Scales of the block in the stage; with mixed pools both kinds."""
-    scales = read_scales(scale_stage, FORMAT)
-    extra_scales = scales
+    """Scales of the block in the stage; with mixed pools those of its pool, in the same words."""
     if MIXED:
-        extra_scales = read_scales(fp4_scale_stage(stages[0]), "v41_fp4")
-    return scales, extra_scales
+        if is_extra:
+            scales = read_scales(fp4_scale_stage(stages[0]), "v41_fp4")
+        else:
+            scales = read_scales(scale_stage, FORMAT)
+    else:
+        scales = read_scales(scale_stage, FORMAT)
+    return scales
 
 
 @gluon.jit
 def _decode(
     stage,
     scales,
-    extra_scales,
     target_even,
     target_odd,
     is_extra,
@@ -209,7 +211,7 @@ def _decode(
     """Decode one unit of either pool."""
     if MIXED:
         if is_extra:
-            decode_unit(stage, extra_scales, target_even, target_odd, UNIT, EXTRA_FORMAT)
+            decode_unit(stage, scales, target_even, target_odd, UNIT, EXTRA_FORMAT)
         else:
             decode_unit(stage, scales, target_even, target_odd, UNIT, FORMAT)
     else:
@@ -391,9 +393,7 @@ def dequant_role(
                     mbarrier.wait(k_free.index(slot), phase)
                 async_copy.wait_group(2)
                 if unit == 0:
-                    scales, extra_scales = _read_scales(
-                        scale_stage, stages, is_extra, MIXED, FORMAT
-                    )
+                    scales = _read_scales(scale_stage, stages, is_extra, MIXED, FORMAT)
                 if unit == UNITS - 3:
                     row_ptr, scale_ptr, valid = locate(
                         ids,
@@ -441,7 +441,6 @@ def dequant_role(
                 _decode(
                     stages[unit] if UNITS == 4 else stages.index(stage),
                     scales,
-                    extra_scales,
                     even_words.index(slot),
                     odd_words.index(slot),
                     is_extra,

@@ -47,6 +47,18 @@ _SCALE_PAIRS = gl.constexpr(
         [64, 4, 4],
     )
 )
+# Something of each thread of a row, and the bytes of its two scales of two units in two words.
+_BY_THREAD = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[32, 0]],
+        [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        [[8, 0], [16, 0]],
+        [],
+        [64, 4],
+    )
+)
+_EVEN_BYTES = gl.constexpr(0x6420)
+_ODD_BYTES = gl.constexpr(0x7531)
 _SCALE_PAIRS_STAGE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 # Twice a word 2**56 and 2**120: e4m3 codes read as bfloat16 to 2**-64 of their value, and to it.
 TO_KEY_UNIT = gl.constexpr(0x5B805B80)
@@ -215,25 +227,62 @@ def _power_of_ue8m0(codes):
     return (gl.minimum(codes & 0xFF, 199) + 56) * 0x00800080
 
 
-@gluon.jit
-def _number_of_e4m3(codes):
-    """e4m3 codes in the low byte to their value times 2**62, twice a word."""
-    value = gl.inline_asm_elementwise(
-        """{
+@gluon.constexpr_function
+def _powers_of_ue8m0(UNIT):
+    """``_power_of_ue8m0`` of the two codes of a unit, from the word that has them."""
+    return f"""{{
         .reg .b32 t;
-        prmt.b32 t, $1, 0, 0x8080;
+        prmt.b32 t, $2, 0, {"0x4342" if UNIT % 2 else "0x4140"};
+        min.u16x2 t, t, $3;
+        mad.lo.u32 t, t, 128, 0x1C001C00;
+        prmt.b32 $0, t, t, 0x1010;
+        prmt.b32 $1, t, t, 0x3232;
+        }}"""
+
+
+@gluon.constexpr_function
+def _numbers_of_e4m3(UNIT):
+    """The two e4m3 codes of a unit, from the word that has them, to value times 2**62, twice a word.
+
+    A lane of ones, which is NaN, takes the place of a NaN code.
+    """
+    return f"""{{
+        .reg .b32 t, n;
+        and.b32 n, $2, 0x7F7F7F7F;
+        add.u32 n, n, 0x01010101;
+        prmt.b32 n, n, 0, {"0xBBAA" if UNIT % 2 else "0x9988"};
+        prmt.b32 t, $2, 0, {"0xB3A2" if UNIT % 2 else "0x9180"};
         shl.b32 t, t, 4;
-        and.b32 t, t, 0x87f087f0;
-        mul.rn.bf16x2 t, t, $2;
-        mul.rn.bf16x2 $0, t, $3;
-        }""",
-        "=r,r,r,r",
-        [codes, 0x7F007F00, 0x5B005B00],
-        dtype=gl.int32,
-        is_pure=True,
-        pack=1,
-    )
-    return gl.where((codes & 0x7F) == 0x7F, 0x7FC07FC0, value)
+        lop3.b32 t, t, 0x87f087f0, n, 0xEA;
+        mul.rn.bf16x2 t, t, $3;
+        mul.rn.bf16x2 t, t, $4;
+        prmt.b32 $0, t, t, 0x1010;
+        prmt.b32 $1, t, t, 0x3232;
+        }}"""
+
+
+@gluon.jit
+def _unit_scales(scales, UNIT: gl.constexpr, FORMAT: gl.constexpr):
+    """Multipliers [64, 4] of both groups of a thread in a unit of "v41" or "v41_fp4"."""
+    words = scales[UNIT // 2]
+    if FORMAT == "v41":
+        return gl.inline_asm_elementwise(
+            _powers_of_ue8m0(UNIT),
+            "=r,=r,r,r",
+            [words, 0x00C700C7],
+            dtype=(gl.int32, gl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            _numbers_of_e4m3(UNIT),
+            "=r,=r,r,r,r",
+            [words, 0x7F007F00, 0x5B005B00],
+            dtype=(gl.int32, gl.int32),
+            is_pure=True,
+            pack=1,
+        )
 
 
 @gluon.jit
@@ -332,18 +381,21 @@ def fetch_scales(scale_stage, scale_rows, valid, FORMAT: gl.constexpr):
 
 @gluon.jit
 def read_scales(scale_stage, FORMAT: gl.constexpr):
-    """Scales of 64 records, a tuple by unit or by word.
+    """Scales of 64 records, a tuple of words.
 
-    Words [64], which every thread of a row has whole; of "v41_fp4" for each unit the two scale
-    bytes [64, 4] of the thread's own 32 dimensions.
+    Of "v41" and "v41_fp4" two words [64, 4] with the scale bytes of the thread's own dimensions,
+    two a unit; else the record's words [64], which every thread of a row has whole.
     """
     if FORMAT == "v41_fp4":
         pairs = scale_stage._reinterpret(gl.int16, [64, 4, 4], _SCALE_PAIRS_STAGE)
-        by_unit = gl.permute(gl.reshape(pairs.load(_SCALE_PAIRS), (64, 2, 2, 4)), (0, 3, 1, 2))
+        by_unit = gl.permute(gl.reshape(pairs.load(_SCALE_PAIRS), (64, 2, 2, 4)), (0, 1, 3, 2))
         even, odd = gl.split(by_unit)
-        first, third = gl.split(even)
-        second, fourth = gl.split(odd)
-        return first, second, third, fourth
+        words = (even.to(gl.int32) & 0xFFFF) | (odd.to(gl.int32) << 16)
+        first, second = gl.split(gl.permute(words, (0, 2, 1)))
+        return (
+            gl.convert_layout(first, _BY_THREAD, assert_trivial=True),
+            gl.convert_layout(second, _BY_THREAD, assert_trivial=True),
+        )
     elif scale_words(FORMAT) == 0:
         return ()
     else:
@@ -351,7 +403,35 @@ def read_scales(scale_stage, FORMAT: gl.constexpr):
         LAYOUT: gl.constexpr = _SCALES_4 if WORDS == 4 else _SCALES_2
         if WORDS == 2:
             scale_stage = scale_stage._reinterpret(gl.int32, [2, 64, 2], SCALE_STAGE).index(0)
-        return _columns(scale_stage.load(LAYOUT), WORDS)
+        columns = _columns(scale_stage.load(LAYOUT), WORDS)
+        if FORMAT == "v41":
+            # Groups are 8 words, a thread has 4 of either half of a unit.
+            thread = gl.arange(0, 4, gl.SliceLayout(0, _BY_THREAD))
+            chosen = gl.where(thread < 2, _EVEN_BYTES, _ODD_BYTES)[None, :]
+            return (
+                _choose_bytes(columns[0], columns[1], chosen),
+                _choose_bytes(columns[2], columns[3], chosen),
+            )
+        else:
+            return columns
+
+
+@gluon.jit
+def _choose_bytes(low, high, chosen):
+    """Bytes of two words [64] by the selectors [1, 4] of each thread of a row."""
+    ROW_OF: gl.constexpr = gl.SliceLayout(1, chosen.type.layout)
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [
+            gl.convert_layout(low, ROW_OF, assert_trivial=True)[:, None],
+            gl.convert_layout(high, ROW_OF, assert_trivial=True)[:, None],
+            chosen,
+        ],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -393,19 +473,21 @@ def decode_unit(stage, scales, target_even, target_odd, UNIT: gl.constexpr, FORM
         words = stage._reinterpret(gl.int32, [64, 16], _STAGE_16).load(WORDS_16)
     else:
         words = stage.load(WORDS_32)
-    if FORMAT == "v41":
-        groups = _by_scale(words, 4)
-        power = _power_of_ue8m0(_group_codes(scales[UNIT], groups, 0))
-        low, high = _e4m3_times_power(groups, gl.expand_dims(power, 2))
-        target.store(gl.reshape(gl.join(low, high), (64, 64)))
-    elif FORMAT == "v41_fp4":
-        groups = _by_scale(words, 8)
-        own = scales[UNIT].to(gl.int32)
-        GROUP: gl.constexpr = gl.SliceLayout(2, groups.type.layout)
-        codes = gl.reshape(gl.join(own, own >> 8), (64, 8))
-        number = _number_of_e4m3(gl.convert_layout(codes, GROUP, assert_trivial=True))
-        a, b, c, d = _e2m1_times_number(groups, gl.expand_dims(number, 2))
-        pairs = gl.join(gl.join(a, c), gl.join(b, d))
+    if FORMAT == "v41" or FORMAT == "v41_fp4":
+        pair = gl.join(*_unit_scales(scales, UNIT, FORMAT))
+        if FORMAT == "v41":
+            groups = gl.reshape(words, (64, 2, 4, 4))
+            pair = gl.permute(pair, (0, 2, 1))
+        else:
+            groups = gl.reshape(words, (64, 4, 2, 2))
+        GROUP: gl.constexpr = gl.SliceLayout(3, groups.type.layout)
+        multiplier = gl.expand_dims(gl.convert_layout(pair, GROUP, assert_trivial=True), 3)
+        if FORMAT == "v41":
+            low, high = _e4m3_times_power(groups, multiplier)
+            pairs = gl.join(low, high)
+        else:
+            a, b, c, d = _e2m1_times_number(groups, multiplier)
+            pairs = gl.join(gl.join(a, c), gl.join(b, d))
         target.store(gl.reshape(pairs, (64, 64)))
     elif FORMAT == "v4" and UNIT == 4:
         target_odd.slice(32, 32, dim=1).store(_times_2_to_minus_64(words))
