@@ -21,7 +21,26 @@ WORDS_32 = gl.constexpr(
 WORDS_16 = gl.constexpr(
     gl.DistributedLinearLayout([[0, 1], [0, 2], [32, 0]], _LANES, _WARPS, [], [64, 16])
 )
-STAGE_32 = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 2, [1, 0]))
+# Either half of a row apart: every thread's pieces are at one address and constants, and those of
+# two rows, read or written at once, are neighbours.
+STAGE_32 = gl.constexpr(
+    gl.SharedLinearLayout(
+        [
+            [0, 1],
+            [0, 2],
+            [0, 4],
+            [0, 8],
+            [1, 0],
+            [2, 0],
+            [4, 0],
+            [8, 0],
+            [16, 0],
+            [32, 0],
+            [0, 16],
+        ],
+        alignment=128,
+    )
+)
 ROW = gl.constexpr(gl.SliceLayout(1, WORDS_32))
 _ROWS = [[1, 0], [2, 0], [4, 0]]
 _SCALES_2 = gl.constexpr(
