@@ -15,6 +15,7 @@ from mlacast.kernels.common.sm90_rotation import (
     load_angles,
     opaque,
     rotate_back,
+    row_offset,
     split_pairs,
     table_row,
 )
@@ -169,7 +170,7 @@ def output_role(
         # The query of the next item.
         slot = skip_pieces(slot, QUERY_PIECES, NUM_PIECES)
         if IS_SPLIT:
-            state = ((item % num_splits) * num_tokens + token).to(gl.int64) * num_heads
+            state = row_offset((item % num_splits) * num_tokens + token, num_heads)
             for first in gl.static_range(0, 256, 128):
                 _store_partial(
                     even if first == 0 else odd,
