@@ -42,7 +42,23 @@ def row_offset(row, stride):
 def table_row(table_rows, positions_ptr, stride_positions, token):
     """Row of the RoPE table of a token (int32); positions outside are clamped."""
     position = gl.load(positions_ptr + row_offset(token, stride_positions)).to(gl.int64)
-    return gl.minimum(gl.maximum(position, 0), table_rows - 1).to(gl.int32)
+    # In one piece, because the last row in 64 bits would be kept from tile to tile, and spill.
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .s32 last;
+        .reg .s64 wide, row;
+        sub.s32 last, $2, 1;
+        cvt.s64.s32 wide, last;
+        max.s64 row, $1, 0;
+        min.s64 row, row, wide;
+        cvt.s32.s64 $0, row;
+        }""",
+        "=r,l,r",
+        [position, table_rows],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit
