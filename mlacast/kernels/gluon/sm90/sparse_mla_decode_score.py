@@ -170,7 +170,9 @@ def score_role(
             HAS_EXTRA_LENGTH,
         )
         if HAS_ROPE:
-            next_item = gl.minimum(item + gl.num_programs(0), num_items - 1)
+            # Without a sum that the loop needs too: both would be kept, and spill.
+            step = gl.num_programs(0)
+            next_item = gl.minimum(item, num_items - 1 - step) + step
             next_token = item_token(next_item, num_splits, HEAD_BLOCKS, IS_SPLIT)
             next_angles = table_row(table_rows, positions_ptr, stride_positions, next_token)
         right, right_phase = next_piece(slot, phase, NUM_PIECES)
