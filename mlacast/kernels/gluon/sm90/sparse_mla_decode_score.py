@@ -150,8 +150,8 @@ def score_role(
     row = gl.arange(0, BLOCK_H, ROW)
     slot = 0
     phase = 0
+    # Blocks; bit 30 is the phase of ``factor_free``, which shares the register.
     count = 0
-    item_phase = 0
     if HAS_ROPE:
         pairs, other = split_pairs(gl.zeros((BLOCK_H, 64), gl.bfloat16, Q), HALF_PAIRING)
         first_token = item_token(gl.program_id(0), num_splits, HEAD_BLOCKS, IS_SPLIT)
@@ -256,7 +256,7 @@ def score_role(
         if HAS_ROPE:
             angles = next_angles
             prefetch_angles(table_ptr, stride_table, angles)
-        item_phase = finish_item(
+        finish_item(
             base,
             partial_sum,
             item,
@@ -265,7 +265,7 @@ def score_role(
             factor_smem,
             factor_ready,
             factor_free,
-            item_phase,
+            (count >> 30) & 1,
             sink_ptr,
             lse_ptr,
             partial_max_ptr,
@@ -278,3 +278,5 @@ def score_role(
             IS_SPLIT,
             HAS_SINK,
         )
+        if not IS_SPLIT:
+            count ^= 1 << 30

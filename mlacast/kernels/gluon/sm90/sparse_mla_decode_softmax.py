@@ -70,10 +70,8 @@ def finish_item(
 ):
     """Softmax state of a work item: of a split to global memory; else lse, and the outputs' factor.
 
-    The outputs are ``1 / unit`` of their value before that factor. ``row`` numbers the 64 heads.
-
-    Returns:
-        The phase of ``factor_free`` for the next item.
+    The outputs are ``1 / unit`` of their value before that factor. ``row`` numbers the 64 heads,
+    ``item_phase`` is the parity of the items before this one.
     """
     total = gl.convert_layout(gl.sum(partial_sum, 1), base.type.layout)
     head = head_start(item, num_splits, HEAD_BLOCKS, IS_SPLIT) + row
@@ -94,7 +92,5 @@ def finish_item(
         mbarrier.wait(factor_free, item_phase ^ 1)
         factor_smem.store(factor)
         mbarrier.arrive(factor_ready, count=1)
-        item_phase ^= 1
         target = row_offset(token, num_heads) + head
         gl.store(lse_ptr + target, lse, mask=head < num_heads)
-    return item_phase
