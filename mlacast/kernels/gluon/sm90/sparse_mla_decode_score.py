@@ -87,6 +87,28 @@ def _start_gram(k_even, k_odd, slot, right, S: gl.constexpr):
 
 
 @gluon.jit
+def _item_after(item, num_items):
+    """The program's next item, or the last of all.
+
+    In one piece, without a sum that the loop needs too: what is kept over the keys spills.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .s32 limit;
+        sub.s32 limit, $2, $3;
+        sub.s32 limit, limit, 1;
+        min.s32 limit, limit, $1;
+        add.s32 $0, limit, $3;
+        }""",
+        "=r,r,r,r",
+        [item, num_items, gl.num_programs(0)],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
 def score_role(
     k_even,
     k_odd,
@@ -170,9 +192,7 @@ def score_role(
             HAS_EXTRA_LENGTH,
         )
         if HAS_ROPE:
-            # Without a sum that the loop needs too: both would be kept, and spill.
-            step = gl.num_programs(0)
-            next_item = gl.minimum(item, num_items - 1 - step) + step
+            next_item = _item_after(item, num_items)
             next_token = item_token(next_item, num_splits, HEAD_BLOCKS, IS_SPLIT)
             next_angles = table_row(table_rows, positions_ptr, stride_positions, next_token)
         right, right_phase = next_piece(slot, phase, NUM_PIECES)
