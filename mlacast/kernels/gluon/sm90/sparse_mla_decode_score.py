@@ -87,6 +87,23 @@ def _start_gram(k_even, k_odd, slot, right, S: gl.constexpr):
 
 
 @gluon.jit
+def _diagonal(x, row):
+    """Diagonal [64] of [64, 64], in the layout of ``row``, the numbers 0 to 63."""
+    # First the eight columns with the row's, which are those of a warp: few comparisons.
+    blocks = gl.reshape(x, (64, 8, 8))
+    BLOCK: gl.constexpr = gl.SliceLayout(2, blocks.type.layout)
+    block = gl.arange(0, 8, gl.SliceLayout(0, BLOCK))
+    own = gl.convert_layout(row // 8, gl.SliceLayout(1, BLOCK), assert_trivial=True)
+    in_block = gl.expand_dims(own[:, None] == block[None, :], 2)
+    columns = gl.sum(gl.where(in_block, blocks, 0.0), 1)
+    COLUMNS: gl.constexpr = columns.type.layout
+    column = gl.arange(0, 8, gl.SliceLayout(0, COLUMNS))
+    own = gl.convert_layout(row % 8, gl.SliceLayout(1, COLUMNS), assert_trivial=True)
+    diagonal = gl.sum(gl.where(own[:, None] == column[None, :], columns, 0.0), 1)
+    return gl.convert_layout(diagonal, row.type.layout, assert_trivial=True)
+
+
+@gluon.jit
 def _item_after(item, num_items):
     """The program's next item, or the last of all.
 
@@ -232,8 +249,7 @@ def score_role(
         if HAS_NORM:
             # The norm is one factor per head, so it joins the score scale.
             gram = warpgroup_mma_wait(0, deps=[gram])
-            on_diagonal = opaque(row)[:, None] == gl.arange(0, BLOCK_H, COLUMN)[None, :]
-            squares = gl.sum(gl.where(on_diagonal, gram, 0.0), 1)
+            squares = _diagonal(gram, opaque(row))
             score_scale *= gl.rsqrt(squares * (1.0 / 512.0) + eps)
             # NaN in the query comes with the scores; here it would reach masked keys.
             score_scale = gl.where(score_scale != score_scale, 1.0, score_scale)
