@@ -87,6 +87,12 @@ def _start_gram(k_even, k_odd, slot, right, S: gl.constexpr):
 
 
 @gluon.jit
+def _late_rows(row):
+    """``opaque(row)`` for the rows of an accumulator: a thread's two are kept as one."""
+    return opaque(row & ~8) | (row & 8)
+
+
+@gluon.jit
 def _diagonal(x, row):
     """Diagonal [64] of [64, 64], in the layout of ``row``, the numbers 0 to 63."""
     # First the eight columns with the row's, which are those of a warp: few comparisons.
@@ -249,7 +255,7 @@ def score_role(
         if HAS_NORM:
             # The norm is one factor per head, so it joins the score scale.
             gram = warpgroup_mma_wait(0, deps=[gram])
-            squares = _diagonal(gram, opaque(row))
+            squares = _diagonal(gram, _late_rows(row))
             score_scale *= gl.rsqrt(squares * (1.0 / 512.0) + eps)
             # NaN in the query comes with the scores; here it would reach masked keys.
             score_scale = gl.where(score_scale != score_scale, 1.0, score_scale)
@@ -297,7 +303,7 @@ def score_role(
             partial_sum,
             item,
             token,
-            opaque(row),
+            _late_rows(row),
             factor_smem,
             factor_ready,
             factor_free,
