@@ -192,6 +192,8 @@ def score_role(
     )
     HAS_TAIL: gl.constexpr = has_tail(FORMAT)
     table_ptr, stride_table, table_rows, positions_ptr, stride_positions = rope
+    # The same memory as two tiles of the weights' shape, whose addresses are kept anyway.
+    q_halves = q_128_smem._reinterpret(gl.bfloat16, [2, BLOCK_H, 64], q_64_smem.type.layout)
     row = gl.arange(0, BLOCK_H, ROW)
     slot = 0
     phase = 0
@@ -224,11 +226,11 @@ def score_role(
         last = k_odd.index(right)
         if HAS_NORM:
             gram = _start_gram(k_even, k_odd, slot, right, S)
-        q_128_smem.slice(0, 64, dim=1).store(last.slice(0, 64, dim=1).load(Q))
+        q_halves.index(0).store(last.slice(0, 64, dim=1).load(Q))
         q_64_smem.store(k_even.index(right).slice(64, 64, dim=1).load(Q))
         q_rope = last.slice(64, 64, dim=1).load(Q)
         if HAS_TAIL:
-            q_128_smem.slice(64, 64, dim=1).store(q_rope)
+            q_halves.index(1).store(q_rope)
             third, third_phase = next_piece(right, right_phase, NUM_PIECES)
             mbarrier.wait(k_ready.index(third), third_phase)
             q_rope = k_even.index(third).slice(0, 64, dim=1).load(Q)
@@ -242,7 +244,7 @@ def score_role(
         if HAS_TAIL:
             q_tail_smem.store(q_rope)
         else:
-            q_128_smem.slice(64, 64, dim=1).store(q_rope)
+            q_halves.index(1).store(q_rope)
         query = (
             k_even.index(slot).load(Q),
             k_odd.index(slot).load(Q),
