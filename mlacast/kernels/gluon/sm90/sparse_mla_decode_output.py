@@ -55,7 +55,7 @@ def _store_partial(
     o = gl.convert_layout(o, LAYOUT)
     head = first_head + opaque(gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT)))
     d = FIRST + gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
-    pointers = partial_out_ptr + state * 512 + (head * 512)[:, None] + d[None, :]
+    pointers = partial_out_ptr + state * 512 + ((head * 512)[:, None] + d[None, :])
     if FULL_TILES:
         gl.store(pointers, o * unit)
     else:
