@@ -126,7 +126,8 @@ def launch_sparse_mla_decode(
     constants = {
         name: value for name, value in target.constants.items() if name != "SF_COLUMN_TILES"
     }
-    programs = min(num_tokens * head_blocks * splits, num_multiprocessors(q.device))
+    items = num_tokens * head_blocks * splits
+    programs = min(items, num_multiprocessors(q.device))
     launches.launch(
         sparse_mla_decode_kernel,
         (programs,),
@@ -142,6 +143,7 @@ def launch_sparse_mla_decode(
         num_tokens,
         num_heads,
         splits,
+        items,
         q_norm_eps or 0.0,
         sm_scale,
         sm_scale_tensor,

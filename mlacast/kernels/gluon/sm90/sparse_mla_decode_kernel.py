@@ -51,6 +51,7 @@ _VARYING = [
     "padding_rows",
     "num_tokens",
     "num_splits",
+    "num_items",
 ]
 # Nor must where a slice of a bigger buffer happens to start.
 _UNALIGNED = [
@@ -120,6 +121,7 @@ def sparse_mla_decode_kernel(
     num_tokens,
     num_heads,
     num_splits,
+    num_items,
     eps,
     sm_scale,
     sm_scale_ptr,
@@ -205,9 +207,6 @@ def sparse_mla_decode_kernel(
     mbarrier.init(p_free, count=2)
     mbarrier.init(factor_ready, count=1)
     mbarrier.init(factor_free, count=2)
-    num_items = num_tokens * HEAD_BLOCKS
-    if IS_SPLIT:
-        num_items = num_items * num_splits
     pool = (
         cache_ptr,
         stride_page,

@@ -25,6 +25,7 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
     KEY_UNIT,
     head_start,
     skip_pieces,
+    split_of,
     work_range,
 )
 
@@ -170,7 +171,7 @@ def output_role(
         # The query of the next item.
         slot = skip_pieces(slot, QUERY_PIECES, NUM_PIECES)
         if IS_SPLIT:
-            state = row_offset((item % num_splits) * num_tokens + token, num_heads)
+            state = row_offset(split_of(item, num_splits) * num_tokens + token, num_heads)
             for first in gl.static_range(0, 256, 128):
                 _store_partial(
                     even if first == 0 else odd,

@@ -117,14 +117,15 @@ def _item_after(item, num_items):
     """
     return gl.inline_asm_elementwise(
         """{
-        .reg .s32 limit;
-        sub.s32 limit, $2, $3;
+        .reg .s32 limit, step;
+        mov.u32 step, %nctaid.x;
+        sub.s32 limit, $2, step;
         sub.s32 limit, limit, 1;
         min.s32 limit, limit, $1;
-        add.s32 $0, limit, $3;
+        add.s32 $0, limit, step;
         }""",
-        "=r,r,r,r",
-        [item, num_items, gl.num_programs(0)],
+        "=r,r,r",
+        [item, num_items],
         dtype=gl.int32,
         is_pure=True,
         pack=1,

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from mlacast.kernels.common.sm90_rotation import row_offset
-from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import LN_2, head_start
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import LN_2, head_start, split_of
 
 # Weights reach 2**8 before their base moves: as precise in bfloat16, and far from overflow.
 LAZINESS = gl.constexpr(8.0)
@@ -76,7 +76,7 @@ def finish_item(
     total = gl.convert_layout(gl.sum(partial_sum, 1), base.type.layout)
     head = head_start(item, num_splits, HEAD_BLOCKS, IS_SPLIT) + row
     if IS_SPLIT:
-        state = row_offset((item % num_splits) * num_tokens + token, num_heads) + head
+        state = row_offset(split_of(item, num_splits) * num_tokens + token, num_heads) + head
         gl.store(partial_max_ptr + state, base, mask=head < num_heads)
         gl.store(partial_sum_ptr + state, total, mask=head < num_heads)
     else:

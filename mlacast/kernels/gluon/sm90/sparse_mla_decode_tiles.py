@@ -52,6 +52,19 @@ def item_token(item, num_splits, HEAD_BLOCKS: gl.constexpr, IS_SPLIT: gl.constex
 
 
 @gluon.jit
+def split_of(item, num_splits):
+    """``item % num_splits``, computed where it is used: kept over the keys it would spill."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .s32 whole; mul.lo.s32 whole, $2, $3; sub.s32 $0, $1, whole; }",
+        "=r,r,r,r",
+        [item, item // num_splits, num_splits],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
 def work_range(
     item,
     num_splits,
