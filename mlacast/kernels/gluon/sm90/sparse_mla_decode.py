@@ -144,6 +144,7 @@ def launch_sparse_mla_decode(
         num_heads,
         splits,
         items,
+        programs,
         q_norm_eps or 0.0,
         sm_scale,
         sm_scale_tensor,

@@ -278,6 +278,7 @@ def dequant_role(
     extra_pool,
     num_heads,
     num_items,
+    num_programs,
     num_splits,
     k_even,
     k_odd,
@@ -320,7 +321,7 @@ def dequant_role(
     slot = 0
     phase = 1
     blocks = 0
-    step = gl.num_programs(0)
+    step = num_programs
     # The cursor of the slots is a block ahead of what is copied, which is one ahead of what is
     # decoded. With EARLY it moves on as soon as the addresses are known.
     at_item = gl.program_id(0)

@@ -52,6 +52,7 @@ _VARYING = [
     "num_tokens",
     "num_splits",
     "num_items",
+    "num_programs",
 ]
 # Nor must where a slice of a bigger buffer happens to start.
 _UNALIGNED = [
@@ -122,6 +123,7 @@ def sparse_mla_decode_kernel(
     num_heads,
     num_splits,
     num_items,
+    num_programs,
     eps,
     sm_scale,
     sm_scale_ptr,
@@ -281,6 +283,7 @@ def sparse_mla_decode_kernel(
                     num_tokens,
                     num_heads,
                     num_items,
+                    num_programs,
                     num_splits,
                     eps,
                     sm_scale * LOG2_E,
@@ -323,6 +326,7 @@ def sparse_mla_decode_kernel(
                     num_tokens,
                     num_heads,
                     num_items,
+                    num_programs,
                     num_splits,
                     0,
                     HEAD_BLOCKS,
@@ -367,6 +371,7 @@ def sparse_mla_decode_kernel(
                     num_tokens,
                     num_heads,
                     num_items,
+                    num_programs,
                     num_splits,
                     1,
                     HEAD_BLOCKS,
@@ -398,6 +403,7 @@ def sparse_mla_decode_kernel(
                     extra_pool,
                     num_heads,
                     num_items,
+                    num_programs,
                     num_splits,
                     k_even,
                     k_odd,

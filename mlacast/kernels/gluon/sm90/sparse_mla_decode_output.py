@@ -85,6 +85,7 @@ def output_role(
     num_tokens,
     num_heads,
     num_items,
+    num_programs,
     num_splits,
     HALF: gl.constexpr,
     HEAD_BLOCKS: gl.constexpr,
@@ -135,7 +136,7 @@ def output_role(
         pairs, other = split_pairs(
             halves(gl.zeros((BLOCK_H, 128), gl.float32, OUT), 128)[1], HALF_PAIRING
         )
-    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+    for item in range(gl.program_id(0), num_items, num_programs):
         token, _, num_blocks, _, _ = work_range(
             item,
             num_splits,

@@ -110,22 +110,21 @@ def _diagonal(x, row):
 
 
 @gluon.jit
-def _item_after(item, num_items):
+def _item_after(item, num_items, num_programs):
     """The program's next item, or the last of all.
 
     In one piece, without a sum that the loop needs too: what is kept over the keys spills.
     """
     return gl.inline_asm_elementwise(
         """{
-        .reg .s32 limit, step;
-        mov.u32 step, %nctaid.x;
-        sub.s32 limit, $2, step;
+        .reg .s32 limit;
+        sub.s32 limit, $2, $3;
         sub.s32 limit, limit, 1;
         min.s32 limit, limit, $1;
-        add.s32 $0, limit, step;
+        add.s32 $0, limit, $3;
         }""",
-        "=r,r,r",
-        [item, num_items],
+        "=r,r,r,r",
+        [item, num_items, num_programs],
         dtype=gl.int32,
         is_pure=True,
         pack=1,
@@ -161,6 +160,7 @@ def score_role(
     num_tokens,
     num_heads,
     num_items,
+    num_programs,
     num_splits,
     eps,
     score_scale_log2,
@@ -205,7 +205,7 @@ def score_role(
         first_token = item_token(gl.program_id(0), num_splits, HEAD_BLOCKS, IS_SPLIT)
         angles = table_row(table_rows, positions_ptr, stride_positions, first_token)
         prefetch_angles(table_ptr, stride_table, angles)
-    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+    for item in range(gl.program_id(0), num_items, num_programs):
         token, _, num_blocks, _, _ = work_range(
             item,
             num_splits,
@@ -218,7 +218,7 @@ def score_role(
             HAS_EXTRA_LENGTH,
         )
         if HAS_ROPE:
-            next_item = _item_after(item, num_items)
+            next_item = _item_after(item, num_items, num_programs)
             next_token = item_token(next_item, num_splits, HEAD_BLOCKS, IS_SPLIT)
             next_angles = table_row(table_rows, positions_ptr, stride_positions, next_token)
         right, right_phase = next_piece(slot, phase, NUM_PIECES)
