@@ -30,13 +30,13 @@ def to_bfloat16(values: NDArray[np.float64]) -> Words:
 
 def _bytes_of(low: Words, high: Words, selectors: Words) -> Words:
     """``prmt.b32`` in its default mode: bit 3 of a selector repeats the sign of its byte."""
-    result = np.zeros(np.broadcast(low, high, selectors).shape, np.uint32)
+    result = np.uint32(0)
     for place in range(4):
-        selector = (selectors >> np.uint32(4 * place)) & 0xF
-        source = np.where(selector & 4, high, low) >> (8 * (selector & 3)).astype(np.uint32)
-        byte = source & 0xFF
-        byte = np.where(selector & 8, np.where(byte & 0x80, 0xFF, 0), byte).astype(np.uint32)
-        result |= byte << np.uint32(8 * place)
+        selector = int(selectors) >> (4 * place) & 0xF
+        byte = (high if selector & 4 else low) >> np.uint32(8 * (selector & 3)) & np.uint32(0xFF)
+        if selector & 8:
+            byte = (byte >> np.uint32(7)) * np.uint32(0xFF)
+        result = result | byte << np.uint32(8 * place)
     return result
 
 
