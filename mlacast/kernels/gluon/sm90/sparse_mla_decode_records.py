@@ -531,10 +531,11 @@ def decode_unit(stage, scales, target_even, target_odd, UNIT: gl.constexpr, FORM
         target_odd.slice(32, 32, dim=1).store(_times_2_to_minus_64(stage.load(WORDS_32)))
     elif FORMAT == "v4" or FORMAT == "v41":
         multipliers = _unit_multipliers(scales, UNIT, FORMAT)
-        left = halves.index(0).load(WORDS_16)
-        right = halves.index(1).load(WORDS_16)
-        target.slice(0, 32, dim=1).store(_values_of_e4m3(left, multipliers, 0))
-        target.slice(32, 32, dim=1).store(_values_of_e4m3(right, multipliers, 1))
+        left = _values_of_e4m3(halves.index(0).load(WORDS_16), multipliers, 0)
+        right = _values_of_e4m3(halves.index(1).load(WORDS_16), multipliers, 1)
+        # One store: between two to the same piece there would be a barrier.
+        values = gl.permute(gl.join(left, right), (0, 2, 1))
+        target.store(gl.reshape(values, (64, 64)))
     elif FORMAT == "v32":
         words = stage.load(WORDS_32)
         parts = gl.convert_layout(_parts_of_float32(scales[UNIT]), ROW, assert_trivial=True)
