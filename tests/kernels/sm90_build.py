@@ -72,6 +72,13 @@ class Build:
         return set(re.findall(r"LDGSTS\.E(?:\.\w+)*?\.(\d+) ", self.sass))
 
     @property
+    def copy_barriers(self) -> int:
+        """Barriers of the role with the most asynchronous copies."""
+        roles = re.split("USETMAXREG", self.sass)
+        copying = max(roles, key=lambda role: role.count("LDGSTS"))
+        return len(re.findall(r"\bBAR\.SYNC", copying))
+
+    @property
     def key_loops(self) -> list[str]:
         """Innermost loops that multiply; every role starts by setting its register count."""
         return [loop for role in re.split("USETMAXREG", self.sass) for loop in _key_loops(role)]
