@@ -1,7 +1,8 @@
 """Straight programs of PTX on words, run by NumPy: what the instructions of a kernel give.
 
-Only the instructions that ``mlacast.kernels.common.packed_bf16`` uses, written from their
-description in NVIDIA's PTX ISA. A program sees $0, $1.. and its registers as arrays of uint32.
+Only the instructions of ``mlacast.kernels.common.packed_bf16`` and of the Hopper decode kernel's
+records, written from their description in NVIDIA's PTX ISA. A program sees $0, $1.. and its
+registers as arrays of uint32.
 """
 
 from __future__ import annotations
@@ -15,6 +16,24 @@ from numpy.typing import NDArray
 
 Words = NDArray[np.uint32]
 _NAN16 = np.uint32(0x7FFF)
+
+
+def bfloat16_values(halves: Words) -> NDArray[np.float64]:
+    """Values of bfloat16 numbers in the lower halves of words."""
+    return _floats(halves << np.uint32(16)).astype(np.float64)
+
+
+def to_bfloat16(values: NDArray[np.float64]) -> Words:
+    """The nearest bfloat16 numbers, ties to even, in the lower halves of words; subnormals too.
+
+    By arithmetic of its own, for what programs are compared with.
+    """
+    exponent = np.maximum(np.frexp(np.where(np.isfinite(values), values, 0.0))[1] - 1, -126)
+    step = np.ldexp(1.0, exponent - 7)
+    rounded = np.where(np.isfinite(values), np.rint(values / step) * step, values)
+    with np.errstate(over="ignore"):
+        words: Words = rounded.astype(np.float32).view(np.uint32) >> np.uint32(16)
+        return words
 
 
 def _floats(words: Words) -> NDArray[np.float32]:
@@ -35,7 +54,7 @@ def _by_half(operation: Callable[[Words, Words], Words]) -> Callable[[Words, Wor
 
 
 def _product_of_bf16(a: Words, b: Words) -> Words:
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         product = _floats(a << np.uint32(16)) * _floats(b << np.uint32(16))
     rounded = torch.from_numpy(product).bfloat16().view(torch.int16).numpy()
     words = rounded.view(np.uint16).astype(np.uint32)
@@ -87,12 +106,20 @@ def _to_e4m3x2(high: Words, low: Words) -> Words:
 
 
 def _prmt(a: Words, b: Words, selector: Words) -> Words:
+    """Bytes of two words; bit 3 of a selector repeats the sign of its byte."""
     out = np.zeros_like(a)
     for place in range(4):
         which = int(selector.flat[0]) >> (4 * place) & 0xF
-        assert which < 8, "signs are not spread"
-        byte = ((a, b)[which // 4] >> np.uint32(8 * (which % 4))) & np.uint32(0xFF)
+        byte = ((a, b)[which // 4 % 2] >> np.uint32(8 * (which % 4))) & np.uint32(0xFF)
+        if which & 8:
+            byte = (byte >> np.uint32(7)) * np.uint32(0xFF)
         out |= byte << np.uint32(8 * place)
+    return out
+
+
+def _lop3(a: Words, b: Words, c: Words, table: Words) -> Words:
+    assert int(table.flat[0]) == 0xEA, "(a & b) | c"
+    out: Words = (a & b) | c
     return out
 
 
@@ -103,7 +130,10 @@ _OPERATIONS: dict[str, Callable[..., Words]] = {
     "fma.rn.f32": _fma,
     "cvt.rn.f16x2.f32": _to_f16x2,
     "cvt.rn.satfinite.e4m3x2.f32": _to_e4m3x2,
+    "min.u16x2": _by_half(np.minimum),
     "prmt.b32": _prmt,
+    "lop3.b32": _lop3,
+    "mad.lo.u32": lambda x, y, z: x * y + z,
     "mov.b32": lambda x: x,
     "shl.b32": lambda x, n: x << n,
     "shr.u32": lambda x, n: x >> n,
@@ -115,6 +145,7 @@ _OPERATIONS: dict[str, Callable[..., Words]] = {
 
 def run(program: str, outputs: int, inputs: list[Words]) -> list[Words]:
     """Run ``program`` on $outputs, $outputs + 1.. and return $0..: arrays of one shape."""
+    inputs = list(np.broadcast_arrays(*inputs))
     values = {f"${outputs + at}": words for at, words in enumerate(inputs)}
 
     def value(name: str) -> Words:
@@ -130,5 +161,10 @@ def run(program: str, outputs: int, inputs: list[Words]) -> list[Words]:
         if not operation or operation == ".reg":
             continue
         target, *operands = re.findall(r"\{[^}]*\}|[^,\s]+", rest)
-        values[target] = _OPERATIONS[operation](*(value(name) for name in operands))
+        result = _OPERATIONS[operation](*(value(name) for name in operands))
+        if target.startswith("{"):
+            names = [part.strip() for part in target[1:-1].split(",")]
+            values.update(zip(names, _halves(result), strict=True))
+        else:
+            values[target] = result
     return [values[f"${at}"] for at in range(outputs)]

@@ -42,7 +42,23 @@ def row_offset(row, stride):
 def table_row(table_rows, positions_ptr, stride_positions, token):
     """Row of the RoPE table of a token (int32); positions outside are clamped."""
     position = gl.load(positions_ptr + row_offset(token, stride_positions)).to(gl.int64)
-    return gl.minimum(gl.maximum(position, 0), table_rows - 1).to(gl.int32)
+    # In one piece, because the last row in 64 bits would be kept from tile to tile, and spill.
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .s32 last;
+        .reg .s64 wide, row;
+        sub.s32 last, $2, 1;
+        cvt.s64.s32 wide, last;
+        max.s64 row, $1, 0;
+        min.s64 row, row, wide;
+        cvt.s32.s64 $0, row;
+        }""",
+        "=r,l,r",
+        [position, table_rows],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -76,12 +92,19 @@ def load_angles(table_ptr, stride_table, table_row, pairs):
 @gluon.jit
 def prefetch_angles(table_ptr, stride_table, table_row):
     """Send for a table row, 256 bytes, into the L1 cache."""
-    # Lane l asks for byte 8 * l: whatever the alignment, every line of the row is asked for.
-    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    # Lane l asks for byte 8 * l: whatever the alignment, every line of the row is asked for. Its
+    # address is computed here, because it would be kept from tile to tile, and spill.
     gl.inline_asm_elementwise(
-        "prefetch.global.L1 [$1]; mov.b32 $0, 0;",
+        """{
+        .reg .b32 lane;
+        .reg .b64 address;
+        mov.u32 lane, %laneid;
+        mad.wide.u32 address, lane, 8, $1;
+        prefetch.global.L1 [address];
+        mov.b32 $0, 0;
+        }""",
         "=r,l",
-        [table_ptr + row_offset(table_row, stride_table) + 2 * lane],
+        [table_ptr + row_offset(table_row, stride_table)],
         dtype=gl.int32,
         is_pure=False,
         pack=1,

@@ -115,7 +115,8 @@ def launch_sparse_mla_decode(
     constants = {
         name: value for name, value in target.constants.items() if name != "SF_COLUMN_TILES"
     }
-    programs = min(num_tokens * head_blocks * splits, num_multiprocessors(q.device))
+    items = num_tokens * head_blocks * splits
+    programs = min(items, num_multiprocessors(q.device))
     launches.launch(
         sparse_mla_decode_kernel,
         (programs,),
@@ -131,6 +132,8 @@ def launch_sparse_mla_decode(
         num_tokens,
         num_heads,
         splits,
+        items,
+        programs,
         q_norm_eps or 0.0,
         sm_scale,
         sm_scale_tensor,

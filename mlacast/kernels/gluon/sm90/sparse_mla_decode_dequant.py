@@ -185,19 +185,21 @@ def _read_scales(
     MIXED: gl.constexpr,
     FORMAT: gl.constexpr,
 ):
-    """Scales of the block in the stage; with mixed pools both kinds."""
-    scales = read_scales(scale_stage, FORMAT)
-    extra_scales = scales
+    """Scales of the block in the stage; with mixed pools those of its pool, in the same words."""
     if MIXED:
-        extra_scales = read_scales(fp4_scale_stage(stages[0]), "v41_fp4")
-    return scales, extra_scales
+        if is_extra:
+            scales = read_scales(fp4_scale_stage(stages[0]), "v41_fp4")
+        else:
+            scales = read_scales(scale_stage, FORMAT)
+    else:
+        scales = read_scales(scale_stage, FORMAT)
+    return scales
 
 
 @gluon.jit
 def _decode(
     stage,
     scales,
-    extra_scales,
     target_even,
     target_odd,
     is_extra,
@@ -209,7 +211,7 @@ def _decode(
     """Decode one unit of either pool."""
     if MIXED:
         if is_extra:
-            decode_unit(stage, extra_scales, target_even, target_odd, UNIT, EXTRA_FORMAT)
+            decode_unit(stage, scales, target_even, target_odd, UNIT, EXTRA_FORMAT)
         else:
             decode_unit(stage, scales, target_even, target_odd, UNIT, FORMAT)
     else:
@@ -276,6 +278,7 @@ def dequant_role(
     extra_pool,
     num_heads,
     num_items,
+    num_programs,
     num_splits,
     k_even,
     k_odd,
@@ -318,7 +321,7 @@ def dequant_role(
     slot = 0
     phase = 1
     blocks = 0
-    step = gl.num_programs(0)
+    step = num_programs
     # The cursor of the slots is a block ahead of what is copied, which is one ahead of what is
     # decoded. With EARLY it moves on as soon as the addresses are known.
     at_item = gl.program_id(0)
@@ -391,9 +394,7 @@ def dequant_role(
                     mbarrier.wait(k_free.index(slot), phase)
                 async_copy.wait_group(2)
                 if unit == 0:
-                    scales, extra_scales = _read_scales(
-                        scale_stage, stages, is_extra, MIXED, FORMAT
-                    )
+                    scales = _read_scales(scale_stage, stages, is_extra, MIXED, FORMAT)
                 if unit == UNITS - 3:
                     row_ptr, scale_ptr, valid = locate(
                         ids,
@@ -441,7 +442,6 @@ def dequant_role(
                 _decode(
                     stages[unit] if UNITS == 4 else stages.index(stage),
                     scales,
-                    extra_scales,
                     even_words.index(slot),
                     odd_words.index(slot),
                     is_extra,

@@ -51,6 +51,8 @@ _VARYING = [
     "padding_rows",
     "num_tokens",
     "num_splits",
+    "num_items",
+    "num_programs",
 ]
 # Nor must where a slice of a bigger buffer happens to start.
 _UNALIGNED = [
@@ -120,6 +122,8 @@ def sparse_mla_decode_kernel(
     num_tokens,
     num_heads,
     num_splits,
+    num_items,
+    num_programs,
     eps,
     sm_scale,
     sm_scale_ptr,
@@ -205,9 +209,6 @@ def sparse_mla_decode_kernel(
     mbarrier.init(p_free, count=2)
     mbarrier.init(factor_ready, count=1)
     mbarrier.init(factor_free, count=2)
-    num_items = num_tokens * HEAD_BLOCKS
-    if IS_SPLIT:
-        num_items = num_items * num_splits
     pool = (
         cache_ptr,
         stride_page,
@@ -282,6 +283,7 @@ def sparse_mla_decode_kernel(
                     num_tokens,
                     num_heads,
                     num_items,
+                    num_programs,
                     num_splits,
                     eps,
                     sm_scale * LOG2_E,
@@ -324,6 +326,7 @@ def sparse_mla_decode_kernel(
                     num_tokens,
                     num_heads,
                     num_items,
+                    num_programs,
                     num_splits,
                     0,
                     HEAD_BLOCKS,
@@ -368,6 +371,7 @@ def sparse_mla_decode_kernel(
                     num_tokens,
                     num_heads,
                     num_items,
+                    num_programs,
                     num_splits,
                     1,
                     HEAD_BLOCKS,
@@ -399,6 +403,7 @@ def sparse_mla_decode_kernel(
                     extra_pool,
                     num_heads,
                     num_items,
+                    num_programs,
                     num_splits,
                     k_even,
                     k_odd,

@@ -15,6 +15,7 @@ from mlacast.kernels.common.sm90_rotation import (
     load_angles,
     opaque,
     rotate_back,
+    row_offset,
     split_pairs,
     table_row,
 )
@@ -24,6 +25,7 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
     KEY_UNIT,
     head_start,
     skip_pieces,
+    split_of,
     work_range,
 )
 
@@ -54,7 +56,7 @@ def _store_partial(
     o = gl.convert_layout(o, LAYOUT)
     head = first_head + opaque(gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT)))
     d = FIRST + gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
-    pointers = partial_out_ptr + state * 512 + (head * 512)[:, None] + d[None, :]
+    pointers = partial_out_ptr + state * 512 + ((head * 512)[:, None] + d[None, :])
     if FULL_TILES:
         gl.store(pointers, o * unit)
     else:
@@ -83,6 +85,7 @@ def output_role(
     num_tokens,
     num_heads,
     num_items,
+    num_programs,
     num_splits,
     HALF: gl.constexpr,
     HEAD_BLOCKS: gl.constexpr,
@@ -133,7 +136,7 @@ def output_role(
         pairs, other = split_pairs(
             halves(gl.zeros((BLOCK_H, 128), gl.float32, OUT), 128)[1], HALF_PAIRING
         )
-    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+    for item in range(gl.program_id(0), num_items, num_programs):
         token, _, num_blocks, _, _ = work_range(
             item,
             num_splits,
@@ -169,7 +172,7 @@ def output_role(
         # The query of the next item.
         slot = skip_pieces(slot, QUERY_PIECES, NUM_PIECES)
         if IS_SPLIT:
-            state = ((item % num_splits) * num_tokens + token).to(gl.int64) * num_heads
+            state = row_offset(split_of(item, num_splits) * num_tokens + token, num_heads)
             for first in gl.static_range(0, 256, 128):
                 _store_partial(
                     even if first == 0 else odd,

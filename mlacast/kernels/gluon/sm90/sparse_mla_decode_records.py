@@ -21,7 +21,26 @@ WORDS_32 = gl.constexpr(
 WORDS_16 = gl.constexpr(
     gl.DistributedLinearLayout([[0, 1], [0, 2], [32, 0]], _LANES, _WARPS, [], [64, 16])
 )
-STAGE_32 = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 2, [1, 0]))
+# Either half of a row apart: every thread's pieces are at one address and constants, and those of
+# two rows, read or written at once, are neighbours.
+STAGE_32 = gl.constexpr(
+    gl.SharedLinearLayout(
+        [
+            [0, 1],
+            [0, 2],
+            [0, 4],
+            [0, 8],
+            [1, 0],
+            [2, 0],
+            [4, 0],
+            [8, 0],
+            [16, 0],
+            [32, 0],
+            [0, 16],
+        ],
+        alignment=128,
+    )
+)
 ROW = gl.constexpr(gl.SliceLayout(1, WORDS_32))
 _ROWS = [[1, 0], [2, 0], [4, 0]]
 _SCALES_2 = gl.constexpr(
@@ -47,6 +66,18 @@ _SCALE_PAIRS = gl.constexpr(
         [64, 4, 4],
     )
 )
+# Something of each thread of a row, and the bytes of its two scales of two units in two words.
+_BY_THREAD = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[32, 0]],
+        [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        [[8, 0], [16, 0]],
+        [],
+        [64, 4],
+    )
+)
+_EVEN_BYTES = gl.constexpr(0x6420)
+_ODD_BYTES = gl.constexpr(0x7531)
 _SCALE_PAIRS_STAGE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 # Twice a word 2**56 and 2**120: e4m3 codes read as bfloat16 to 2**-64 of their value, and to it.
 TO_KEY_UNIT = gl.constexpr(0x5B805B80)
@@ -111,23 +142,38 @@ def record_words(page_size, offset, FORMAT: gl.constexpr, INLINE: gl.constexpr):
     return data, scales
 
 
-@gluon.jit
-def _e4m3_times_power(words, multiplier):
-    """Four codes a word, times two equal powers of two a word: two words of two bfloat16."""
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .b32 t, u;
+@gluon.constexpr_function
+def _lane(register, word, LANE):
+    """PTX that fills both halves of ``register`` with one half of ``word``: free in a product."""
+    chosen = "h" if LANE else "l"
+    return f"mov.b32 {{l, h}}, {word}; mov.b32 {register}, {{{chosen}, {chosen}}};"
+
+
+@gluon.constexpr_function
+def _e4m3_program(LANE):
+    """Four codes ``$2``, times half ``LANE`` of ``$3``: ``$0`` and ``$1``."""
+    return f"""{{
+        .reg .b16 l, h;
+        .reg .b32 t, u, m;
+        {_lane("m", "$3", LANE)}
         prmt.b32 t, $2, 0, 0x9180;
         prmt.b32 u, $2, 0, 0xB3A2;
         shl.b32 t, t, 4;
         shl.b32 u, u, 4;
         and.b32 t, t, 0x87f087f0;
         and.b32 u, u, 0x87f087f0;
-        mul.rn.bf16x2 $0, t, $3;
-        mul.rn.bf16x2 $1, u, $3;
-        }""",
+        mul.rn.bf16x2 $0, t, m;
+        mul.rn.bf16x2 $1, u, m;
+        }}"""
+
+
+@gluon.jit
+def _e4m3_times_power(words, multipliers, LANE: gl.constexpr):
+    """Four codes a word, times one of two powers of two a word: two words of two bfloat16."""
+    return gl.inline_asm_elementwise(
+        _e4m3_program(LANE),
         "=r,=r,r,r",
-        [words, multiplier],
+        [words, multipliers],
         dtype=(gl.int32, gl.int32),
         is_pure=True,
         pack=1,
@@ -135,64 +181,68 @@ def _e4m3_times_power(words, multiplier):
 
 
 @gluon.jit
-def _e4m3_times_number(words, high, low):
-    """Four codes a word, times ``high + low``.
+def _e4m3_times_number(words, parts):
+    """Four codes a word, times the sum of the two parts of a number.
 
-    Rounded once, like the float32 product, if ``low`` has up to 4 bits; else ``low``'s part was
+    Rounded once, like the float32 product, if the upper part has up to 4 bits; else its product was
     rounded before, and one result in about 500 is the other neighbour.
     """
     return gl.inline_asm_elementwise(
         """{
-        .reg .b32 t, u, v, w;
+        .reg .b16 l, h;
+        .reg .b32 t, u, v, w, first, second;
+        mov.b32 {l, h}, $3;
+        mov.b32 first, {l, l};
+        mov.b32 second, {h, h};
         prmt.b32 t, $2, 0, 0x9180;
         prmt.b32 u, $2, 0, 0xB3A2;
         shl.b32 t, t, 4;
         shl.b32 u, u, 4;
         and.b32 t, t, 0x87f087f0;
         and.b32 u, u, 0x87f087f0;
-        mul.rn.bf16x2 v, t, $4;
-        mul.rn.bf16x2 w, u, $4;
-        fma.rn.bf16x2 $0, t, $3, v;
-        fma.rn.bf16x2 $1, u, $3, w;
+        mul.rn.bf16x2 v, t, second;
+        mul.rn.bf16x2 w, u, second;
+        fma.rn.bf16x2 $0, t, first, v;
+        fma.rn.bf16x2 $1, u, first, w;
         }""",
-        "=r,=r,r,r,r",
-        [words, high, low],
+        "=r,=r,r,r",
+        [words, parts],
         dtype=(gl.int32, gl.int32),
         is_pure=True,
         pack=1,
     )
 
 
+@gluon.constexpr_function
+def _e2m1_program(LANE):
+    """Eight codes ``$4``, times half ``LANE`` of ``$5``: ``$0`` to ``$3``.
+
+    Each code in the upper half of a byte, which is sign-extended like one of e4m3.
+    """
+    selectors = ("0xC480", "0xD591", "0xE6A2", "0xF7B3")
+    products = "".join(
+        f"""
+        prmt.b32 t, o, $4, {selector};
+        shl.b32 t, t, 2;
+        and.b32 t, t, 0x81C081C0;
+        mul.rn.bf16x2 ${word}, t, m;"""
+        for word, selector in enumerate(selectors)
+    )
+    return f"""{{
+        .reg .b16 l, h;
+        .reg .b32 o, t, m;
+        {_lane("m", "$5", LANE)}
+        shl.b32 o, $4, 4;{products}
+        }}"""
+
+
 @gluon.jit
-def _e2m1_times_number(words, multiplier):
-    """Eight codes a word, times two equal numbers a word: four words of two bfloat16."""
+def _e2m1_times_number(words, multipliers, LANE: gl.constexpr):
+    """Eight codes a word, times one of two numbers a word: four words of two bfloat16."""
     return gl.inline_asm_elementwise(
-        """{
-        .reg .b32 l, t, u;
-        shl.b32 l, $4, 4;
-        prmt.b32 t, l, $4, 0x4000;
-        shr.b32 u, t, 6;
-        and.b32 u, u, 0x01C001C0;
-        lop3.b32 t, t, 0x80008000, u, 0xEA;
-        mul.rn.bf16x2 $0, t, $5;
-        prmt.b32 t, l, $4, 0x5010;
-        shr.b32 u, t, 6;
-        and.b32 u, u, 0x01C001C0;
-        lop3.b32 t, t, 0x80008000, u, 0xEA;
-        mul.rn.bf16x2 $1, t, $5;
-        prmt.b32 t, l, $4, 0x6020;
-        shr.b32 u, t, 6;
-        and.b32 u, u, 0x01C001C0;
-        lop3.b32 t, t, 0x80008000, u, 0xEA;
-        mul.rn.bf16x2 $2, t, $5;
-        prmt.b32 t, l, $4, 0x7030;
-        shr.b32 u, t, 6;
-        and.b32 u, u, 0x01C001C0;
-        lop3.b32 t, t, 0x80008000, u, 0xEA;
-        mul.rn.bf16x2 $3, t, $5;
-        }""",
+        _e2m1_program(LANE),
         "=r,=r,=r,=r,r,r",
-        [words, multiplier],
+        [words, multipliers],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
         is_pure=True,
         pack=1,
@@ -212,50 +262,80 @@ def _times_2_to_minus_64(words):
     )
 
 
-@gluon.jit
-def _power_of_ue8m0(codes):
-    """ue8m0 codes to 2**(code - 127 + 56), twice a word; codes above 198 to infinity."""
-    return (gl.minimum(codes & 0xFF, 199) + 56) * 0x00800080
+@gluon.constexpr_function
+def _powers_of_ue8m0(UNIT):
+    """Both codes of a unit, in the word that has them, to 2**(code - 127 + 56); above 198 infinity.
 
-
-@gluon.jit
-def _number_of_e4m3(codes):
-    """e4m3 codes in the low byte to their value times 2**62, twice a word."""
-    value = gl.inline_asm_elementwise(
-        """{
+    The minimum is an operand because PTX takes no constant there.
+    """
+    return f"""{{
         .reg .b32 t;
-        prmt.b32 t, $1, 0, 0x8080;
+        prmt.b32 t, $1, 0, {"0x4342" if UNIT % 2 else "0x4140"};
+        min.u16x2 t, t, $2;
+        mad.lo.u32 $0, t, 128, 0x1C001C00;
+        }}"""
+
+
+@gluon.constexpr_function
+def _numbers_of_e4m3(UNIT):
+    """Both e4m3 codes of a unit, in the word that has them, to their values times 2**62.
+
+    Ones, which are NaN, take the place of a NaN code.
+    """
+    return f"""{{
+        .reg .b32 t, n;
+        and.b32 n, $1, 0x7F7F7F7F;
+        add.u32 n, n, 0x01010101;
+        prmt.b32 n, n, 0, {"0xBBAA" if UNIT % 2 else "0x9988"};
+        prmt.b32 t, $1, 0, {"0xB3A2" if UNIT % 2 else "0x9180"};
         shl.b32 t, t, 4;
-        and.b32 t, t, 0x87f087f0;
+        lop3.b32 t, t, 0x87f087f0, n, 0xEA;
         mul.rn.bf16x2 t, t, $2;
         mul.rn.bf16x2 $0, t, $3;
-        }""",
-        "=r,r,r,r",
-        [codes, 0x7F007F00, 0x5B005B00],
-        dtype=gl.int32,
-        is_pure=True,
-        pack=1,
-    )
-    return gl.where((codes & 0x7F) == 0x7F, 0x7FC07FC0, value)
+        }}"""
 
 
 @gluon.jit
-def _halves_of_float32(bits):
-    """Bits of float32 to the value times 2**56 as a sum of two bfloat16, each twice a word."""
+def _unit_multipliers(scales, UNIT: gl.constexpr, FORMAT: gl.constexpr):
+    """Multipliers of a thread's dimensions in a unit, two bfloat16 a word [64, 4]."""
+    words = scales[UNIT // 2]
+    if FORMAT == "v41_fp4":
+        return gl.inline_asm_elementwise(
+            _numbers_of_e4m3(UNIT),
+            "=r,r,r,r",
+            [words, 0x7F007F00, 0x5B005B00],
+            dtype=gl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            _powers_of_ue8m0(UNIT),
+            "=r,r,r",
+            [words, 0x00C700C7],
+            dtype=gl.int32,
+            is_pure=True,
+            pack=1,
+        )
+
+
+@gluon.jit
+def _parts_of_float32(bits):
+    """Bits of float32 to the value times 2**56 as a sum of two bfloat16, the larger one below."""
     return gl.inline_asm_elementwise(
         """{
         .reg .f32 s, h, l;
         .reg .b32 t;
-        mul.f32 s, $2, 0f5B800000;
-        cvt.rn.bf16x2.f32 $0, s, s;
-        and.b32 t, $0, 0xffff0000;
+        mul.f32 s, $1, 0f5B800000;
+        cvt.rn.bf16x2.f32 t, s, s;
+        and.b32 t, t, 0xffff0000;
         mov.b32 h, t;
         sub.f32 l, s, h;
-        cvt.rn.bf16x2.f32 $1, l, l;
+        cvt.rn.bf16x2.f32 $0, l, s;
         }""",
-        "=r,=r,f",
+        "=r,f",
         [bits.to(gl.float32, bitcast=True)],
-        dtype=(gl.int32, gl.int32),
+        dtype=gl.int32,
         is_pure=True,
         pack=1,
     )
@@ -274,7 +354,7 @@ def load_codes(target_even, target_odd, rows, valid, UNIT: gl.constexpr, FORMAT:
     column = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     pointers = gl.convert_layout(rows, PER_ROW, assert_trivial=True)[:, None] + column[None, :]
     mask = gl.convert_layout(valid, PER_ROW, assert_trivial=True)[:, None] & (column >= 0)[None, :]
-    low, high = _e4m3_times_power(gl.load(pointers, mask=mask, other=0), _TO_VALUE)
+    low, high = _e4m3_times_power(gl.load(pointers, mask=mask, other=0), _TO_VALUE, 0)
     target = target_even if UNIT % 2 == 0 else target_odd
     target.store(gl.reshape(gl.join(low, high), (64, 2 * WIDTH)))
 
@@ -335,18 +415,21 @@ def fetch_scales(scale_stage, scale_rows, valid, FORMAT: gl.constexpr):
 
 @gluon.jit
 def read_scales(scale_stage, FORMAT: gl.constexpr):
-    """Scales of 64 records, a tuple by unit or by word.
+    """Scales of 64 records, a tuple of words.
 
-    Words [64], which every thread of a row has whole; of "v41_fp4" for each unit the two scale
-    bytes [64, 4] of the thread's own 32 dimensions.
+    Of "v32" the record's words [64]; else two words [64, 4] with the scale bytes of the thread's
+    own dimensions, two a unit.
     """
     if FORMAT == "v41_fp4":
         pairs = scale_stage._reinterpret(gl.int16, [64, 4, 4], _SCALE_PAIRS_STAGE)
-        by_unit = gl.permute(gl.reshape(pairs.load(_SCALE_PAIRS), (64, 2, 2, 4)), (0, 3, 1, 2))
+        by_unit = gl.permute(gl.reshape(pairs.load(_SCALE_PAIRS), (64, 2, 2, 4)), (0, 1, 3, 2))
         even, odd = gl.split(by_unit)
-        first, third = gl.split(even)
-        second, fourth = gl.split(odd)
-        return first, second, third, fourth
+        words = (even.to(gl.int32) & 0xFFFF) | (odd.to(gl.int32) << 16)
+        first, second = gl.split(gl.permute(words, (0, 2, 1)))
+        return (
+            gl.convert_layout(first, _BY_THREAD, assert_trivial=True),
+            gl.convert_layout(second, _BY_THREAD, assert_trivial=True),
+        )
     elif scale_words(FORMAT) == 0:
         return ()
     else:
@@ -354,7 +437,40 @@ def read_scales(scale_stage, FORMAT: gl.constexpr):
         LAYOUT: gl.constexpr = _SCALES_4 if WORDS == 4 else _SCALES_2
         if WORDS == 2:
             scale_stage = scale_stage._reinterpret(gl.int32, [2, 64, 2], SCALE_STAGE).index(0)
-        return _columns(scale_stage.load(LAYOUT), WORDS)
+        columns = _columns(scale_stage.load(LAYOUT), WORDS)
+        if FORMAT == "v32":
+            return columns
+        else:
+            # Groups of "v41" are 8 words, and a thread has 4 of either half of a unit.
+            thread = gl.arange(0, 4, gl.SliceLayout(0, _BY_THREAD))
+            chosen = gl.where(thread < 2, _EVEN_BYTES, _ODD_BYTES)[None, :]
+            if FORMAT == "v41":
+                return (
+                    _choose_bytes(columns[0], columns[1], chosen),
+                    _choose_bytes(columns[2], columns[3], chosen),
+                )
+            else:
+                return _by_thread(columns[0], chosen), _by_thread(columns[1], chosen)
+
+
+@gluon.jit
+def _by_thread(x, like):
+    """[64] as [64, 4] in the layout of ``like``: every thread of a row has it."""
+    rows = gl.convert_layout(x, gl.SliceLayout(1, like.type.layout), assert_trivial=True)
+    return gl.broadcast(rows[:, None], like)[0]
+
+
+@gluon.jit
+def _choose_bytes(low, high, chosen):
+    """Bytes of two words [64] by the selectors [1, 4] of each thread of a row."""
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [_by_thread(low, chosen), _by_thread(high, chosen), chosen],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -369,18 +485,29 @@ def _columns(x, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _by_scale(words, GROUPS: gl.constexpr):
-    """View a unit as [64, GROUPS, words of a group]."""
-    return gl.reshape(words, (64, GROUPS, words.shape[1] // GROUPS))
+def _by_word(multipliers, words):
+    """Multipliers [64, 4] for words [64, 4, words of a thread]."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(2, words.type.layout)
+    return gl.convert_layout(multipliers, LAYOUT, assert_trivial=True)[:, :, None]
 
 
 @gluon.jit
-def _group_codes(scales, by_group, FIRST_BYTE: gl.constexpr):
-    """Scale byte [64, GROUPS] of every group, in the low byte; from words [64] of four scales."""
-    GROUP: gl.constexpr = gl.SliceLayout(2, by_group.type.layout)
-    group = gl.arange(0, by_group.shape[1], gl.SliceLayout(0, GROUP))
-    words = gl.convert_layout(scales, gl.SliceLayout(1, GROUP), assert_trivial=True)
-    return words[:, None] >> ((FIRST_BYTE + group) % 4 * 8)[None, :]
+def _values_of_e4m3(words, multipliers, LANE: gl.constexpr):
+    """Half a unit [64, 16] to its values, [64, 32] words."""
+    words = gl.reshape(words, (64, 4, 4))
+    low, high = _e4m3_times_power(words, _by_word(multipliers, words), LANE)
+    return gl.reshape(gl.join(low, high), (64, 32))
+
+
+@gluon.jit
+def _values_of_e2m1(words, multipliers):
+    """A unit [64, 16] to its values, [64, 64] words: a thread's scales are for two words each."""
+    first, second = gl.split(gl.permute(gl.reshape(words, (64, 4, 2, 2)), (0, 1, 3, 2)))
+    a, b, c, d = _e2m1_times_number(first, _by_word(multipliers, first), 0)
+    left = gl.join(gl.join(a, c), gl.join(b, d))
+    a, b, c, d = _e2m1_times_number(second, _by_word(multipliers, second), 1)
+    right = gl.join(gl.join(a, c), gl.join(b, d))
+    return gl.reshape(gl.permute(gl.join(left, right), (0, 1, 5, 2, 3, 4)), (64, 64))
 
 
 @gluon.jit
@@ -392,46 +519,29 @@ def decode_unit(stage, scales, target_even, target_odd, UNIT: gl.constexpr, FORM
     """
     WIDTH: gl.constexpr = _unit_words(FORMAT, UNIT)[1]
     target = target_even if UNIT % 2 == 0 else target_odd
-    if WIDTH == 16:
-        words = stage._reinterpret(gl.int32, [64, 16], _STAGE_16).load(WORDS_16)
-    else:
-        words = stage.load(WORDS_32)
-    if FORMAT == "v41":
-        groups = _by_scale(words, 4)
-        power = _power_of_ue8m0(_group_codes(scales[UNIT], groups, 0))
-        low, high = _e4m3_times_power(groups, gl.expand_dims(power, 2))
-        target.store(gl.reshape(gl.join(low, high), (64, 64)))
-    elif FORMAT == "v41_fp4":
-        groups = _by_scale(words, 8)
-        own = scales[UNIT].to(gl.int32)
-        GROUP: gl.constexpr = gl.SliceLayout(2, groups.type.layout)
-        codes = gl.reshape(gl.join(own, own >> 8), (64, 8))
-        number = _number_of_e4m3(gl.convert_layout(codes, GROUP, assert_trivial=True))
-        a, b, c, d = _e2m1_times_number(groups, gl.expand_dims(number, 2))
-        pairs = gl.join(gl.join(a, c), gl.join(b, d))
-        target.store(gl.reshape(pairs, (64, 64)))
+    halves = stage._reinterpret(gl.int32, [2, 64, 16], _STAGE_16)
+    if FORMAT == "v41_fp4":
+        multipliers = _unit_multipliers(scales, UNIT, FORMAT)
+        target.store(_values_of_e2m1(halves.index(0).load(WORDS_16), multipliers))
+    elif FORMAT == "v4" and UNIT == 3:
+        multipliers = _unit_multipliers(scales, UNIT, FORMAT)
+        values = _values_of_e4m3(halves.index(0).load(WORDS_16), multipliers, 0)
+        target_odd.slice(0, 32, dim=1).store(values)
     elif FORMAT == "v4" and UNIT == 4:
-        target_odd.slice(32, 32, dim=1).store(_times_2_to_minus_64(words))
-    elif FORMAT == "v4":
-        groups = _by_scale(words, 1 if UNIT == 3 else 2)
-        codes = _group_codes(scales[UNIT // 2], groups, 2 * (UNIT % 2))
-        power = _power_of_ue8m0(codes)
-        low, high = _e4m3_times_power(groups, gl.expand_dims(power, 2))
-        pairs = gl.reshape(gl.join(low, high), (64, 2 * WIDTH))
-        if UNIT == 3:
-            target_odd.slice(0, 32, dim=1).store(pairs)
-        else:
-            target.store(pairs)
-    elif scale_words(FORMAT) == 0:
-        low, high = _e4m3_times_power(words, TO_KEY_UNIT)
-        target.store(gl.reshape(gl.join(low, high), (64, 2 * WIDTH)))
-    else:
-        groups = _by_scale(words, 1)
-        high_half, low_half = _halves_of_float32(scales[UNIT])
-        GROUP: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, groups.type.layout))
-        high_half = gl.convert_layout(high_half, GROUP, assert_trivial=True)[:, None]
-        low_half = gl.convert_layout(low_half, GROUP, assert_trivial=True)[:, None]
-        low, high = _e4m3_times_number(
-            groups, gl.expand_dims(high_half, 2), gl.expand_dims(low_half, 2)
-        )
+        target_odd.slice(32, 32, dim=1).store(_times_2_to_minus_64(stage.load(WORDS_32)))
+    elif FORMAT == "v4" or FORMAT == "v41":
+        multipliers = _unit_multipliers(scales, UNIT, FORMAT)
+        left = _values_of_e4m3(halves.index(0).load(WORDS_16), multipliers, 0)
+        right = _values_of_e4m3(halves.index(1).load(WORDS_16), multipliers, 1)
+        # One store: between two to the same piece there would be a barrier.
+        values = gl.permute(gl.join(left, right), (0, 2, 1))
+        target.store(gl.reshape(values, (64, 64)))
+    elif FORMAT == "v32":
+        words = stage.load(WORDS_32)
+        parts = gl.convert_layout(_parts_of_float32(scales[UNIT]), ROW, assert_trivial=True)
+        low, high = _e4m3_times_number(words, parts[:, None])
         target.store(gl.reshape(gl.join(low, high), (64, 64)))
+    else:
+        words = halves.index(0).load(WORDS_16) if WIDTH == 16 else stage.load(WORDS_32)
+        low, high = _e4m3_times_power(words, TO_KEY_UNIT, 0)
+        target.store(gl.reshape(gl.join(low, high), (64, 2 * WIDTH)))

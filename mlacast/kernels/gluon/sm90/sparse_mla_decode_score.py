@@ -87,6 +87,51 @@ def _start_gram(k_even, k_odd, slot, right, S: gl.constexpr):
 
 
 @gluon.jit
+def _late_rows(row):
+    """``opaque(row)`` for the rows of an accumulator: a thread's two are kept as one."""
+    return opaque(row & ~8) | (row & 8)
+
+
+@gluon.jit
+def _diagonal(x, row):
+    """Diagonal [64] of [64, 64], in the layout of ``row``, the numbers 0 to 63."""
+    # First the eight columns with the row's, which are those of a warp: few comparisons.
+    blocks = gl.reshape(x, (64, 8, 8))
+    BLOCK: gl.constexpr = gl.SliceLayout(2, blocks.type.layout)
+    block = gl.arange(0, 8, gl.SliceLayout(0, BLOCK))
+    own = gl.convert_layout(row // 8, gl.SliceLayout(1, BLOCK), assert_trivial=True)
+    in_block = gl.expand_dims(own[:, None] == block[None, :], 2)
+    columns = gl.sum(gl.where(in_block, blocks, 0.0), 1)
+    COLUMNS: gl.constexpr = columns.type.layout
+    column = gl.arange(0, 8, gl.SliceLayout(0, COLUMNS))
+    own = gl.convert_layout(row % 8, gl.SliceLayout(1, COLUMNS), assert_trivial=True)
+    diagonal = gl.sum(gl.where(own[:, None] == column[None, :], columns, 0.0), 1)
+    return gl.convert_layout(diagonal, row.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def _item_after(item, num_items, num_programs):
+    """The program's next item, or the last of all.
+
+    In one piece, without a sum that the loop needs too: what is kept over the keys spills.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .s32 limit;
+        sub.s32 limit, $2, $3;
+        sub.s32 limit, limit, 1;
+        min.s32 limit, limit, $1;
+        add.s32 $0, limit, $3;
+        }""",
+        "=r,r,r,r",
+        [item, num_items, num_programs],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
 def score_role(
     k_even,
     k_odd,
@@ -115,6 +160,7 @@ def score_role(
     num_tokens,
     num_heads,
     num_items,
+    num_programs,
     num_splits,
     eps,
     score_scale_log2,
@@ -147,17 +193,19 @@ def score_role(
     )
     HAS_TAIL: gl.constexpr = has_tail(FORMAT)
     table_ptr, stride_table, table_rows, positions_ptr, stride_positions = rope
+    # The same memory as two tiles of the weights' shape, whose addresses are kept anyway.
+    q_halves = q_128_smem._reinterpret(gl.bfloat16, [2, BLOCK_H, 64], q_64_smem.type.layout)
     row = gl.arange(0, BLOCK_H, ROW)
     slot = 0
     phase = 0
+    # Blocks; bit 30 is the phase of ``factor_free``, which shares the register.
     count = 0
-    item_phase = 0
     if HAS_ROPE:
         pairs, other = split_pairs(gl.zeros((BLOCK_H, 64), gl.bfloat16, Q), HALF_PAIRING)
         first_token = item_token(gl.program_id(0), num_splits, HEAD_BLOCKS, IS_SPLIT)
         angles = table_row(table_rows, positions_ptr, stride_positions, first_token)
         prefetch_angles(table_ptr, stride_table, angles)
-    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+    for item in range(gl.program_id(0), num_items, num_programs):
         token, _, num_blocks, _, _ = work_range(
             item,
             num_splits,
@@ -170,7 +218,7 @@ def score_role(
             HAS_EXTRA_LENGTH,
         )
         if HAS_ROPE:
-            next_item = gl.minimum(item + gl.num_programs(0), num_items - 1)
+            next_item = _item_after(item, num_items, num_programs)
             next_token = item_token(next_item, num_splits, HEAD_BLOCKS, IS_SPLIT)
             next_angles = table_row(table_rows, positions_ptr, stride_positions, next_token)
         right, right_phase = next_piece(slot, phase, NUM_PIECES)
@@ -179,11 +227,11 @@ def score_role(
         last = k_odd.index(right)
         if HAS_NORM:
             gram = _start_gram(k_even, k_odd, slot, right, S)
-        q_128_smem.slice(0, 64, dim=1).store(last.slice(0, 64, dim=1).load(Q))
+        q_halves.index(0).store(last.slice(0, 64, dim=1).load(Q))
         q_64_smem.store(k_even.index(right).slice(64, 64, dim=1).load(Q))
         q_rope = last.slice(64, 64, dim=1).load(Q)
         if HAS_TAIL:
-            q_128_smem.slice(64, 64, dim=1).store(q_rope)
+            q_halves.index(1).store(q_rope)
             third, third_phase = next_piece(right, right_phase, NUM_PIECES)
             mbarrier.wait(k_ready.index(third), third_phase)
             q_rope = k_even.index(third).slice(0, 64, dim=1).load(Q)
@@ -197,7 +245,7 @@ def score_role(
         if HAS_TAIL:
             q_tail_smem.store(q_rope)
         else:
-            q_128_smem.slice(64, 64, dim=1).store(q_rope)
+            q_halves.index(1).store(q_rope)
         query = (
             k_even.index(slot).load(Q),
             k_odd.index(slot).load(Q),
@@ -210,8 +258,7 @@ def score_role(
         if HAS_NORM:
             # The norm is one factor per head, so it joins the score scale.
             gram = warpgroup_mma_wait(0, deps=[gram])
-            on_diagonal = opaque(row)[:, None] == gl.arange(0, BLOCK_H, COLUMN)[None, :]
-            squares = gl.sum(gl.where(on_diagonal, gram, 0.0), 1)
+            squares = _diagonal(gram, _late_rows(row))
             score_scale *= gl.rsqrt(squares * (1.0 / 512.0) + eps)
             # NaN in the query comes with the scores; here it would reach masked keys.
             score_scale = gl.where(score_scale != score_scale, 1.0, score_scale)
@@ -254,16 +301,16 @@ def score_role(
         if HAS_ROPE:
             angles = next_angles
             prefetch_angles(table_ptr, stride_table, angles)
-        item_phase = finish_item(
+        finish_item(
             base,
             partial_sum,
             item,
             token,
-            opaque(row),
+            _late_rows(row),
             factor_smem,
             factor_ready,
             factor_free,
-            item_phase,
+            (count >> 30) & 1,
             sink_ptr,
             lse_ptr,
             partial_max_ptr,
@@ -276,3 +323,5 @@ def score_role(
             IS_SPLIT,
             HAS_SINK,
         )
+        if not IS_SPLIT:
+            count ^= 1 << 30

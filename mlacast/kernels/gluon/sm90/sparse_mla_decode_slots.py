@@ -3,6 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from mlacast.kernels.common.sm90_rotation import row_offset
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import record_words
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import BLOCK_N
 
@@ -15,7 +16,7 @@ def load_slots(lane, block, length, extra_length, token, pool, extra_pool, HAS_E
         The slots, and whether they are the extra pool's.
     """
     _, _, _, _, _, _, indices_ptr, stride_indices, _, _, _ = pool
-    row_ptr = indices_ptr + token.to(gl.int64) * stride_indices
+    row_ptr = indices_ptr + row_offset(token, stride_indices)
     is_extra = False
     if HAS_EXTRA:
         _, _, _, _, _, _, extra_indices_ptr, extra_stride, _, _, _ = extra_pool
@@ -23,7 +24,7 @@ def load_slots(lane, block, length, extra_length, token, pool, extra_pool, HAS_E
         is_extra = block >= main_blocks
         block = gl.where(is_extra, block - main_blocks, block)
         length = gl.where(is_extra, extra_length, length)
-        extra_row_ptr = extra_indices_ptr + token.to(gl.int64) * extra_stride
+        extra_row_ptr = extra_indices_ptr + row_offset(token, extra_stride)
         row_ptr = gl.where(is_extra, extra_row_ptr, row_ptr)
     column = block * BLOCK_N + lane
     return gl.load(row_ptr + column, mask=column < length, other=-1), is_extra

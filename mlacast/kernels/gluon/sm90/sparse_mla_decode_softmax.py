@@ -4,7 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import LN_2, head_start
+from mlacast.kernels.common.sm90_rotation import row_offset
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import LN_2, head_start, split_of
 
 # Weights reach 2**8 before their base moves: as precise in bfloat16, and far from overflow.
 LAZINESS = gl.constexpr(8.0)
@@ -69,15 +70,13 @@ def finish_item(
 ):
     """Softmax state of a work item: of a split to global memory; else lse, and the outputs' factor.
 
-    The outputs are ``1 / unit`` of their value before that factor. ``row`` numbers the 64 heads.
-
-    Returns:
-        The phase of ``factor_free`` for the next item.
+    The outputs are ``1 / unit`` of their value before that factor. ``row`` numbers the 64 heads,
+    ``item_phase`` is the parity of the items before this one.
     """
     total = gl.convert_layout(gl.sum(partial_sum, 1), base.type.layout)
     head = head_start(item, num_splits, HEAD_BLOCKS, IS_SPLIT) + row
     if IS_SPLIT:
-        state = ((item % num_splits) * num_tokens + token).to(gl.int64) * num_heads + head
+        state = row_offset(split_of(item, num_splits) * num_tokens + token, num_heads) + head
         gl.store(partial_max_ptr + state, base, mask=head < num_heads)
         gl.store(partial_sum_ptr + state, total, mask=head < num_heads)
     else:
@@ -93,7 +92,5 @@ def finish_item(
         mbarrier.wait(factor_free, item_phase ^ 1)
         factor_smem.store(factor)
         mbarrier.arrive(factor_ready, count=1)
-        item_phase ^= 1
-        target = token.to(gl.int64) * num_heads + head
+        target = row_offset(token, num_heads) + head
         gl.store(lse_ptr + target, lse, mask=head < num_heads)
-    return item_phase

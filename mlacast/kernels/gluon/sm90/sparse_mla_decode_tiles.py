@@ -8,6 +8,8 @@ two of them, left and right dimensions. Each piece is freed by the one output ro
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from mlacast.kernels.common.sm90_rotation import row_offset
+
 BLOCK_H = gl.constexpr(64)
 BLOCK_N = gl.constexpr(64)
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -36,7 +38,7 @@ def _pool_length(pool, token, HAS_LENGTH: gl.constexpr):
     _, _, _, _, _, _, _, _, topk, length_ptr, stride_length = pool
     length = topk
     if HAS_LENGTH:
-        length = gl.load(length_ptr + token.to(gl.int64) * stride_length)
+        length = gl.load(length_ptr + row_offset(token, stride_length))
         length = gl.minimum(gl.maximum(length, 0), topk)
     return length
 
@@ -47,6 +49,19 @@ def item_token(item, num_splits, HEAD_BLOCKS: gl.constexpr, IS_SPLIT: gl.constex
     if IS_SPLIT:
         item = item // num_splits
     return item // HEAD_BLOCKS
+
+
+@gluon.jit
+def split_of(item, num_splits):
+    """``item % num_splits``, computed where it is used: kept over the keys it would spill."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .s32 whole; mul.lo.s32 whole, $2, $3; sub.s32 $0, $1, whole; }",
+        "=r,r,r,r",
+        [item, item // num_splits, num_splits],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit
