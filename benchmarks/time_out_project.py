@@ -88,13 +88,16 @@ def _hopper(*numbers: Any) -> Launch:
     return functools.partial(hopper.launch_grouped_out_project, variant=hopper.Variant(*numbers))
 
 
-# block_m, block_n, stages, what the consumers share, products in flight. For scales per 32.
+# block_m, block_n, stages, what is shared, products in flight, load roles. For scales per 32.
 HOPPER_FEW = {
     "gluon_64x64_s8": _hopper(64, 64, 8, "steps"),
     "gluon_64x64_s8_b1": _hopper(64, 64, 8, "steps", 1),
     "gluon_64x64_s10": _hopper(64, 64, 10, "steps"),
     "gluon_64x64_columns": _hopper(64, 64, 8, "columns"),
     "gluon_64x32_s12": _hopper(64, 32, 12, "steps"),
+    "gluon_64x64_two_loaders": _hopper(64, 64, 8, "steps", 2, 2),
+    "gluon_64x64_two_loaders_s10": _hopper(64, 64, 10, "steps", 2, 2),
+    "gluon_64x64_two_loaders_columns": _hopper(64, 64, 8, "columns", 2, 2),
 }
 HOPPER_MANY = {
     "gluon_128x128_columns": _hopper(128, 128, 5, "columns"),

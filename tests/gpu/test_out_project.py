@@ -79,6 +79,7 @@ def test_portable_linear(case: FormatCase, kind: str) -> None:
 
 VARIANTS = (
     hopper.Variant(64, 64, 8, "steps"),
+    hopper.Variant(64, 64, 8, "steps", loaders=2),
     hopper.Variant(64, 64, 8, "columns", 1),
     hopper.Variant(128, 128, 5, "columns"),
     hopper.Variant(128, 128, 6, "rows"),

@@ -167,6 +167,7 @@ def test_hopper_kernel_fits_and_multiplies_codes(per_32: bool, variant: hopper.V
         "STAGES": variant.stages,
         "SPLIT": variant.split,
         "BANKS": variant.banks,
+        "LOADERS": variant.loaders,
     }
     scales = "*i32" if per_32 else "*fp32"
     types = {
@@ -184,7 +185,7 @@ def test_hopper_kernel_fits_and_multiplies_codes(per_32: bool, variant: hopper.V
     values = {(names.index(name),): value for name, value in constants.items()}
     attributes = {(names.index("out_ptr"),): [["tt.divisibility", 16]]}
     source = GluonASTSource(kernel, signature, values, attributes)
-    options = {"num_warps": 4, "maxnreg": hopper.MAX_REGISTERS}
+    options = {"num_warps": 4, "maxnreg": hopper.MAX_REGISTERS[variant.loaders]}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert compiled.metadata.shared <= SHARED_MEMORY_BYTES
     with tempfile.TemporaryDirectory() as folder:

@@ -95,10 +95,10 @@ HOPPER = (
     Fault(
         "h-decode-scale-byte",
         "sparse_mla_decode",
-        "each group of 32 takes the scale of the next",
+        "pairs of units take each other's scales",
         _SM90 + "sparse_mla_decode_records.py",
-        "((FIRST_BYTE + group) % 4 * 8)",
-        "((FIRST_BYTE + group + 1) % 4 * 8)",
+        "words = scales[UNIT // 2]",
+        "words = scales[1 - UNIT // 2]",
         (_CACHES + "[V41]",),
     ),
     Fault(
@@ -106,8 +106,8 @@ HOPPER = (
         "sparse_mla_decode",
         "a float32 scale is cut to its first eight bits",
         _SM90 + "sparse_mla_decode_records.py",
-        "gl.expand_dims(high_half, 2), gl.expand_dims(low_half, 2)",
-        "gl.expand_dims(high_half, 2), gl.expand_dims(low_half & 0, 2)",
+        "_e4m3_times_number(words, parts[:, None])",
+        "_e4m3_times_number(words, parts[:, None] & 0xFFFF)",
         (_CACHES + "[V32]",),
     ),
     Fault(
@@ -255,8 +255,8 @@ HOPPER = (
         "grouped_out_project",
         "scales of the step before are used",
         _SM90 + "grouped_out_project_roles.py",
-        "x1 = _words_of(x_sf, x_step, zero + 1, STEPS)",
-        "x1 = _words_of(x_sf, x_step, zero, STEPS)",
+        "x1 = _words_of(x_sf, x_step, first + LOADERS, STEPS)",
+        "x1 = _words_of(x_sf, x_step, first, STEPS)",
         (_PRODUCTS + "[mxfp8_head-words_32]",),
     ),
     Fault(

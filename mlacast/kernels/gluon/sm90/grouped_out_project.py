@@ -2,8 +2,8 @@
 
 The matrix unit multiplies codes and sums as many features as share a scale; the scales multiply its
 sums. A load role keeps a ring of codes full through the copy engine and turns scales into float32,
-two consumers multiply: halves of the tile's columns, or with few tokens every other step of the
-same tile, whose sums are added at the end.
+two consumers multiply: halves of the tile's rows or columns, or with few tokens every other step of
+the same tile, whose sums are added at the end. Two load roles can take steps in turn as well.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from mlacast.kernels.common.targets import store_target
 from mlacast.kernels.config.sparse_attention import num_multiprocessors
 from mlacast.kernels.gluon.sm90.grouped_out_project_roles import load_role, multiply_role
 
-# What all roles of a program may have by the thread.
-MAX_REGISTERS = 168
+# What all roles of a program may have by the thread, with as many load roles.
+MAX_REGISTERS = {1: 168, 2: 128}
 _SIZES = (
     "stride_x_group",
     "stride_weight_group",
@@ -51,6 +51,7 @@ class Variant:
         stages: Steps of 128 features in flight.
         split: What the consumers share: "rows", "columns", or "steps".
         banks: Products of a scale's features in flight per consumer, 1 or 2.
+        loaders: Load roles that take steps in turn, 1 or 2.
     """
 
     block_m: int
@@ -58,6 +59,7 @@ class Variant:
     stages: int
     split: str
     banks: int = 2
+    loaders: int = 1
 
 
 # From the tile that reads its operands least often to the one that fills the device first.
@@ -117,6 +119,7 @@ def project_kernel(
     STAGES: gl.constexpr,
     SPLIT: gl.constexpr,
     BANKS: gl.constexpr,
+    LOADERS: gl.constexpr,
 ):
     """Tiles of BLOCK_M tokens by BLOCK_N columns of one group. Grid: (programs,).
 
@@ -161,24 +164,84 @@ def project_kernel(
         ),
     )
     target = (out_ptr, stride_out_token, stride_out_group)
-    gl.warp_specialize(
-        [
-            (
-                multiply_role,
-                (buffers, barriers, target, shape, 0, STEPS, PARTS, STAGES, SPLIT, BANKS),
-            ),
-            (
-                multiply_role,
-                (buffers, barriers, target, shape, 1, STEPS, PARTS, STAGES, SPLIT, BANKS),
-            ),
-            (
-                load_role,
-                (buffers, barriers, sources, shape, STEPS, PARTS, STAGES, X_BYTES, WEIGHT_BYTES),
-            ),
-        ],
-        [4, 4],
-        [232, 40],
-    )
+    if LOADERS == 1:
+        gl.warp_specialize(
+            [
+                (
+                    multiply_role,
+                    (buffers, barriers, target, shape, 0, STEPS, PARTS, STAGES, SPLIT, BANKS),
+                ),
+                (
+                    multiply_role,
+                    (buffers, barriers, target, shape, 1, STEPS, PARTS, STAGES, SPLIT, BANKS),
+                ),
+                (
+                    load_role,
+                    (
+                        buffers,
+                        barriers,
+                        sources,
+                        shape,
+                        0,
+                        LOADERS,
+                        STEPS,
+                        PARTS,
+                        STAGES,
+                        X_BYTES,
+                        WEIGHT_BYTES,
+                    ),
+                ),
+            ],
+            [4, 4],
+            [232, 40],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    multiply_role,
+                    (buffers, barriers, target, shape, 0, STEPS, PARTS, STAGES, SPLIT, BANKS),
+                ),
+                (
+                    multiply_role,
+                    (buffers, barriers, target, shape, 1, STEPS, PARTS, STAGES, SPLIT, BANKS),
+                ),
+                (
+                    load_role,
+                    (
+                        buffers,
+                        barriers,
+                        sources,
+                        shape,
+                        0,
+                        LOADERS,
+                        STEPS,
+                        PARTS,
+                        STAGES,
+                        X_BYTES,
+                        WEIGHT_BYTES,
+                    ),
+                ),
+                (
+                    load_role,
+                    (
+                        buffers,
+                        barriers,
+                        sources,
+                        shape,
+                        1,
+                        LOADERS,
+                        STEPS,
+                        PARTS,
+                        STAGES,
+                        X_BYTES,
+                        WEIGHT_BYTES,
+                    ),
+                ),
+            ],
+            [4, 4, 4],
+            [216, 40, 40],
+        )
 
 
 def _descriptor(tensor: torch.Tensor, rows: int) -> TensorDescriptor:
@@ -245,8 +308,9 @@ def _launch(
         STAGES=variant.stages,
         SPLIT=variant.split,
         BANKS=variant.banks,
+        LOADERS=variant.loaders,
         num_warps=4,
-        maxnreg=MAX_REGISTERS,
+        maxnreg=MAX_REGISTERS[variant.loaders],
     )
     return launches
 

@@ -1,4 +1,4 @@
-"""Roles of the Hopper ``grouped_out_project`` kernel: one loads, two multiply."""
+"""Roles of the Hopper ``grouped_out_project`` kernel: one or two load, two multiply."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -94,6 +94,8 @@ def load_role(
     barriers,
     sources,
     shape,
+    LOADER: gl.constexpr,
+    LOADERS: gl.constexpr,
     STEPS: gl.constexpr,
     PARTS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -102,8 +104,9 @@ def load_role(
 ):
     """Keep the ring full: codes of a step by the copy engine, their scales by way of registers.
 
-    Produces ``ready``, consumes ``free``. Scales are loaded four steps ahead into registers of
-    their own: moving them on would wait for them.
+    Takes the steps ``LOADER``, ``LOADER + LOADERS``.. of every tile. Produces ``ready``, consumes
+    ``free``. Scales are loaded four such steps ahead into registers of their own: moving them on
+    would wait for them.
     """
     x_smem, w_smem, _, _, _ = buffers
     stride_x_group, stride_weight_group = sources[2:4]
@@ -112,6 +115,7 @@ def load_role(
     num_tokens, num_columns, _ = shape
     BLOCK_M: gl.constexpr = x_smem.shape[1]
     BLOCK_N: gl.constexpr = w_smem.shape[1]
+    ROUND: gl.constexpr = 4 * LOADERS
     count = 0
     for tile in range(gl.program_id(0), _num_tiles(shape, BLOCK_M, BLOCK_N), gl.num_programs(0)):
         group, first_token, first_column = _tile_place(tile, shape, BLOCK_M, BLOCK_N)
@@ -123,21 +127,20 @@ def load_role(
         x_sf = sf_ptr + wide_group * stride_sf_group + token.to(gl.int64) * stride_sf_token
         w_sf = weight_sf_ptr + wide_group * stride_weight_sf_group
         w_sf += column.to(gl.int64) * stride_weight_sf_column
-        zero = group * 0
-        x0 = _words_of(x_sf, x_step, zero, STEPS)
-        w0 = _words_of(w_sf, w_step, zero, STEPS)
-        x1 = _words_of(x_sf, x_step, zero + 1, STEPS)
-        w1 = _words_of(w_sf, w_step, zero + 1, STEPS)
-        x2 = _words_of(x_sf, x_step, zero + 2, STEPS)
-        w2 = _words_of(w_sf, w_step, zero + 2, STEPS)
-        x3 = _words_of(x_sf, x_step, zero + 3, STEPS)
-        w3 = _words_of(w_sf, w_step, zero + 3, STEPS)
+        first = group * 0 + LOADER
+        x0 = _words_of(x_sf, x_step, first, STEPS)
+        w0 = _words_of(w_sf, w_step, first, STEPS)
+        x1 = _words_of(x_sf, x_step, first + LOADERS, STEPS)
+        w1 = _words_of(w_sf, w_step, first + LOADERS, STEPS)
+        x2 = _words_of(x_sf, x_step, first + 2 * LOADERS, STEPS)
+        w2 = _words_of(w_sf, w_step, first + 2 * LOADERS, STEPS)
+        x3 = _words_of(x_sf, x_step, first + 3 * LOADERS, STEPS)
+        w3 = _words_of(w_sf, w_step, first + 3 * LOADERS, STEPS)
         place = (first_token, group * stride_x_group, first_column, group * stride_weight_group)
-        for step in range(0, STEPS, 4):
-            at = count + step
+        for step in range(LOADER, STEPS, ROUND):
             _load_step(
                 step,
-                at,
+                count + step,
                 place,
                 x0,
                 w0,
@@ -149,12 +152,12 @@ def load_role(
                 X_BYTES,
                 WEIGHT_BYTES,
             )
-            x0 = _words_of(x_sf, x_step, step + 4, STEPS)
-            w0 = _words_of(w_sf, w_step, step + 4, STEPS)
-            if STEPS % 4 == 0 or step + 1 < STEPS:
+            x0 = _words_of(x_sf, x_step, step + ROUND, STEPS)
+            w0 = _words_of(w_sf, w_step, step + ROUND, STEPS)
+            if STEPS % ROUND == 0 or step + LOADERS < STEPS:
                 _load_step(
-                    step + 1,
-                    at + 1,
+                    step + LOADERS,
+                    count + step + LOADERS,
                     place,
                     x1,
                     w1,
@@ -166,12 +169,12 @@ def load_role(
                     X_BYTES,
                     WEIGHT_BYTES,
                 )
-            x1 = _words_of(x_sf, x_step, step + 5, STEPS)
-            w1 = _words_of(w_sf, w_step, step + 5, STEPS)
-            if STEPS % 4 == 0 or step + 2 < STEPS:
+            x1 = _words_of(x_sf, x_step, step + ROUND + LOADERS, STEPS)
+            w1 = _words_of(w_sf, w_step, step + ROUND + LOADERS, STEPS)
+            if STEPS % ROUND == 0 or step + 2 * LOADERS < STEPS:
                 _load_step(
-                    step + 2,
-                    at + 2,
+                    step + 2 * LOADERS,
+                    count + step + 2 * LOADERS,
                     place,
                     x2,
                     w2,
@@ -183,12 +186,12 @@ def load_role(
                     X_BYTES,
                     WEIGHT_BYTES,
                 )
-            x2 = _words_of(x_sf, x_step, step + 6, STEPS)
-            w2 = _words_of(w_sf, w_step, step + 6, STEPS)
-            if STEPS % 4 == 0 or step + 3 < STEPS:
+            x2 = _words_of(x_sf, x_step, step + ROUND + 2 * LOADERS, STEPS)
+            w2 = _words_of(w_sf, w_step, step + ROUND + 2 * LOADERS, STEPS)
+            if STEPS % ROUND == 0 or step + 3 * LOADERS < STEPS:
                 _load_step(
-                    step + 3,
-                    at + 3,
+                    step + 3 * LOADERS,
+                    count + step + 3 * LOADERS,
                     place,
                     x3,
                     w3,
@@ -200,8 +203,8 @@ def load_role(
                     X_BYTES,
                     WEIGHT_BYTES,
                 )
-            x3 = _words_of(x_sf, x_step, step + 7, STEPS)
-            w3 = _words_of(w_sf, w_step, step + 7, STEPS)
+            x3 = _words_of(x_sf, x_step, step + ROUND + 3 * LOADERS, STEPS)
+            w3 = _words_of(w_sf, w_step, step + ROUND + 3 * LOADERS, STEPS)
         count += STEPS
 
 
