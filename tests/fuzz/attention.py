@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tests import fp8_unit
 from tests.fuzz import numbers
 
 D_V = 512
@@ -32,6 +33,7 @@ class Precision:
         least_value: Keys and values of this size may vanish.
         moved_keys: Elements of a key with float32 scales that may be the neighbour of the bfloat16
             number that the product rounds to.
+        code_scores: Scores of e4m3 queries are sums of Hopper's FP8 matrix unit.
     """
 
     unit: float = 2.0**-24
@@ -41,6 +43,7 @@ class Precision:
     code_unit: float | None = None
     least_value: float = 0.0
     moved_keys: int = 0
+    code_scores: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,11 +111,12 @@ def attend(
     rotation: Rotation | None = None,
     d_v: int = D_V,
     moved_keys: int = 0,
+    is_codes: bool = False,
 ) -> Expected:
     """Attend every token of q [T, h, d_qk] to its own keys [T, K, d_qk] where ``valid`` [T, K].
 
     Keys [K, d_qk] are those of every token, and finite; of each, ``moved_keys`` elements may be a
-    neighbour in bfloat16.
+    neighbour in bfloat16. Values of queries and keys may be those of e4m3 codes, ``is_codes``.
     """
     query, unit = q.double(), precision.unit
     width = query.shape[-1]
@@ -152,6 +156,9 @@ def attend(
         # Neighbours are up to 2**-7 of a number apart.
         most = query.abs().amax(-1) * keys.abs().amax(-1).amax(-1, keepdim=True)
         logit_error = logit_error + moved_keys * 2.0**-7 * scale.abs() * most
+    if is_codes and precision.code_scores and valid.shape[1]:
+        errors = fp8_unit.score_errors(query, keys) * scale.abs()[..., None]
+        logit_error = logit_error + torch.where(valid[:, None], errors, 0.0).amax(-1)
     # Beyond this, weights may be anything; an infinite bound times a zero would be NaN.
     bounded = logit_error.clamp_max(100.0)
     relative = torch.expm1(2 * bounded) + precision.weight_error

@@ -6,6 +6,7 @@ the seed of the run, that repeats it.
 
 from __future__ import annotations
 
+import dataclasses
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -117,7 +118,9 @@ def under_for(task: Task, device: torch.device) -> Under:
     """The implementation that a task tests."""
     if device.type == "cpu":
         return Under(device=device, backend=task.backend)
-    return Under(device, task.backend, precision=PRECISION, sizes=GPU_SIZES, exact_share=15)
+    # The portable kernels multiply codes as 16-bit numbers.
+    precision = dataclasses.replace(PRECISION, code_scores=task.backend != "triton")
+    return Under(device, task.backend, precision=precision, sizes=GPU_SIZES, exact_share=15)
 
 
 def draw_for(task: Task, seed: int, case: int, attempt: int = 0) -> SeededDraw:

@@ -304,6 +304,7 @@ def draw_decode(
         sm_scale=as_float32(arguments["sm_scale"]),
         v_scale=as_float32(v_scale),
         moved_keys=under.precision.moved_keys if layout.name == "V32" else 0,
+        is_codes=fp8,
         **prologue.options,
     )
     return Call("sparse_mla_decode", arguments, (tokens, prologue.heads, 512), expected)

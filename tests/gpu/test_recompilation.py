@@ -16,6 +16,7 @@ import torch
 
 import mlacast
 from mlacast.ops.decode_metadata import decode_metadata as plan_parts
+from tests.gpu import steps
 from tests.gpu.steps import CUDA, Step, decode_step, prefill_step
 
 pytest.importorskip("triton", reason="the portable kernels need triton")
@@ -23,6 +24,9 @@ pytest.importorskip("triton", reason="the portable kernels need triton")
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from mlacast.kernels.common import combine_splits  # noqa: E402
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_fp8_kernel import (  # noqa: E402
+    sparse_mla_decode_fp8_kernel,
+)
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_kernel import (  # noqa: E402
     sparse_mla_decode_kernel,
 )
@@ -44,6 +48,7 @@ KERNELS = (
     decode_metadata._decode_metadata_kernel,
     sparse_mla_prefill_kernel,
     sparse_mla_decode_kernel,
+    sparse_mla_decode_fp8_kernel,
     merge_splits_kernel,
 )
 
@@ -179,6 +184,42 @@ def test_nothing_compiles_after_warm_up(
         except NewVariantError as error:
             problems.append(f"call {number}: {error}")
     assert not problems, "\n".join(problems)
+
+
+def _codes_call(
+    tokens: int, num_splits: int, *, first: int = 0, pages: int = 40, topk: int = 151, gap: int = 0
+) -> None:
+    """A sparse decode of codes, whose lists start anywhere and whose rows have gaps."""
+    wide = torch.randn(tokens, HEADS, 576 + gap, device=CUDA).to(torch.float8_e4m3fn)
+    indices = torch.randint(0, pages, (tokens + first, topk + 3), dtype=torch.int32, device=CUDA)
+    lengths = torch.full((tokens + first,), topk, dtype=torch.int32, device=CUDA)
+    mlacast.sparse_mla_decode(
+        wide[..., :576],
+        torch.zeros(pages, 64, 576, dtype=torch.uint8, device=CUDA),
+        indices[first:, first : first + topk],
+        kv_format=mlacast.KvFormat.FP8,
+        sm_scale=0.05,
+        topk_length=lengths[first:],
+        num_splits=num_splits,
+        backend=steps.BACKEND,
+    )
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_decode_of_codes_compiles_nothing_after_warm_up(num_splits: int, watch: Watch) -> None:
+    """Tokens, pages, lists and where they start, gaps between rows."""
+    for tokens in (1, 16):
+        _codes_call(tokens, num_splits)
+    watch.closed = True
+    for tokens in (2, 3, 15, 17, 64):
+        _codes_call(tokens, num_splits)
+    for first in (1, 2, 3):
+        _codes_call(16, num_splits, first=first)
+    for pages in (1, 3, 33):
+        _codes_call(16, num_splits, pages=pages)
+    for topk in (1, 16, 64, 65):
+        _codes_call(16, num_splits, topk=topk)
+    _codes_call(16, num_splits, gap=16)
 
 
 def _dense_call(requests: int, first: int = 0, pages: int = 40, width: int = 10) -> None:

@@ -62,8 +62,14 @@ class Build:
 
     @property
     def products(self) -> dict[str, int]:
-        """Warp-group products by rows x columns."""
+        """Warp-group products of bfloat16 by rows x columns."""
         found = re.findall(r"HGMMA\.(64x\d+)x16\.F32\.BF16", self.sass)
+        return dict(collections.Counter(found))
+
+    @property
+    def code_products(self) -> dict[str, int]:
+        """Warp-group products of e4m3 codes, 32 dimensions each, by rows x columns."""
+        found = re.findall(r"QGMMA\.(64x\d+)x32\.F32\.E4M3\.E4M3", self.sass)
         return dict(collections.Counter(found))
 
     @property
@@ -127,7 +133,7 @@ def _key_loops(role: str) -> list[str]:
         if branch and int(branch[1], 16) < address:
             start = int(branch[1], 16)
             body = "\n".join(text for at, text in places if start <= at <= address)
-            if "HGMMA" in body:
+            if re.search("[HQ]GMMA", body):
                 loops.append((start, address, body))
     return [
         body
@@ -137,9 +143,16 @@ def _key_loops(role: str) -> list[str]:
 
 
 def compile_kernel(
-    kernel: Any, options: dict[str, Any], constants: dict[str, Any], unaligned: Sequence[str] = ()
+    kernel: Any,
+    options: dict[str, Any],
+    constants: dict[str, Any],
+    unaligned: Sequence[str] = (),
+    words: Sequence[str] = (),
 ) -> Build:
-    """Compile one variant; pointers named in ``unaligned`` may start anywhere."""
+    """Compile one variant.
+
+    Pointers and strides named in ``unaligned`` may be any, pointers in ``words`` point at int32.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -148,8 +161,7 @@ def compile_kernel(
         name: "constexpr" if name in constants else _type_of(name, constants["KIND"])
         for name in names
     }
-    if constants.get("Q_FP8"):
-        types["q_ptr"] = "*i32"
+    types |= dict.fromkeys(words, "*i32")
     values = {(names.index(name),): value for name, value in constants.items()}
     aligned = [
         name
@@ -172,14 +184,20 @@ def compile_kernel(
     return Build(notes, sass, compiled.metadata.shared)
 
 
-def build(kernel: Any, options: dict[str, int], constants: dict[str, Any]) -> Build:
+def build(
+    kernel: Any,
+    options: dict[str, int],
+    constants: dict[str, Any],
+    unaligned: Sequence[str] = (),
+    words: Sequence[str] = (),
+) -> Build:
     """Compile one variant of a kernel of warpgroup products, and check what holds for all of them.
 
     Shared memory fits, no role lost its registers, no wgmma is serialised, the loops over keys
     touch no local memory, and the only matrix instructions are those of a warpgroup.
     """
-    result = compile_kernel(kernel, options, constants)
+    result = compile_kernel(kernel, options, constants, unaligned, words)
     assert len(result.key_loops) == 3, "scores and two halves of the output"
     assert not any(re.search(r"\b(?:LDL|STL)\b", loop) for loop in result.key_loops)
-    assert "HMMA" not in result.sass.replace("HGMMA", "")
+    assert "MMA" not in re.sub("[HQ]GMMA", "", result.sass)
     return result

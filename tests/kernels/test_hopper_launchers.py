@@ -26,12 +26,13 @@ Told = list[dict[str, Any]]
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Told:
-    """Arguments by name, and the grid, of every launch; nothing runs."""
+    """Arguments by name, grid and name of every launch; nothing runs."""
     launches: Told = []
 
     def record(self: Launches, kernel: Any, grid: Any, *arguments: Any, **constants: Any) -> None:
         names = kernel.arg_names[: len(arguments)]
-        launches.append({**dict(zip(names, arguments, strict=True)), **constants, "grid": grid})
+        named = dict(zip(names, arguments, strict=True))
+        launches.append({**named, **constants, "grid": grid, "kernel": kernel.__name__})
 
     monkeypatch.setattr(Launches, "launch", record)
     return launches
@@ -46,10 +47,13 @@ def _decode(
     heads: int = 64,
     kv_format: KvFormat = KvFormat.V41,
     *,
+    q: torch.Tensor | None = None,
     cache: torch.Tensor | None = None,
     **options: Any,
 ) -> None:
-    d_qk = kv_format.d_qk or 576
+    d_qk = kv_format.d_qk or (576 if q is None else q.shape[2])
+    if cache is None:
+        cache = kv_format.allocate(3, 8, d_qk=None if kv_format.d_qk else d_qk)
     plain: dict[str, Any] = {
         "sm_scale": 0.1,
         "topk_length": None,
@@ -66,8 +70,8 @@ def _decode(
         "workspace": None,
     }
     importlib.import_module(f"{SM90}.sparse_mla_decode").launch_sparse_mla_decode(
-        torch.zeros(2, heads, d_qk, dtype=BF16),
-        kv_format.allocate(3, 8) if cache is None else cache,
+        torch.zeros(2, heads, d_qk, dtype=BF16) if q is None else q,
+        cache,
         torch.zeros(2, 130, dtype=INT32),
         kv_format=kv_format,
         **{**plain, **options},
@@ -201,6 +205,82 @@ def test_scales_that_are_tensors_are_read_on_the_device(told: Told) -> None:
     assert (second["HAS_SM_SCALE"], second["HAS_V_SCALE"]) == (False, True)
     assert first["sm_scale_ptr"] is scale and second["v_scale_ptr"] is scale
     assert second["sm_scale"] == 0.1
+
+
+def _codes(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(("d_qk", "rope"), [(576, None), (512, None), (512, _rope())])
+def test_codes_of_queries_are_multiplied_as_they_are(
+    d_qk: int, rope: mlacast.Rope | None, told: Told
+) -> None:
+    if rope is not None:
+        rope = _rope(rotate_query=False)
+    sink, lengths = torch.zeros(48), torch.zeros(2, dtype=INT32)
+    options: dict[str, Any] = {"rope": rope, "attn_sink": sink, "topk_length": lengths}
+    q = _codes(2, 48, d_qk)
+    _decode(48, KvFormat.FP8, q=q, num_splits=3, sm_scale=torch.ones(1), **options)
+    attention, merge = told
+    assert attention["kernel"] == "sparse_mla_decode_fp8_kernel"
+    assert attention["FORMAT"] == f"fp8_{d_qk}"
+    assert attention["q_ptr"].dtype == INT32 and attention["q_ptr"].data_ptr() == q.data_ptr()
+    assert attention["HAS_ROPE"] == merge["ROTATE_BACK"] == (rope is not None)
+    assert attention["HAS_SINK"] and attention["sink_ptr"] is sink
+    assert attention["HAS_LENGTH"] and attention["length_ptr"] is lengths
+    assert attention["HAS_SM_SCALE"] and not attention["HAS_V_SCALE"]
+    assert not attention["FULL_TILES"] and attention["num_heads"] == 48
+    assert attention["IS_SPLIT"] and attention["num_splits"] == merge["num_splits"] == 3
+
+
+@pytest.mark.parametrize("d_qk", [512, 576])
+def test_other_queries_over_such_caches_are_multiplied_in_bfloat16(d_qk: int, told: Told) -> None:
+    q = torch.zeros(2, 16, d_qk, dtype=BF16)
+    _decode(16, KvFormat.FP8, q=q)
+    (launch,) = told
+    assert launch["kernel"] == "sparse_mla_decode_kernel" and launch["q_ptr"] is q
+    assert (launch["stride_q_token"], launch["stride_q_head"]) == (16 * d_qk, d_qk)
+
+
+def test_strides_of_codes_count_16_bytes(told: Told) -> None:
+    wide = _codes(5, 20, 640)
+    q = wide[1:5:2, 2:18, 16 : 16 + 576]
+    _decode(16, KvFormat.FP8, q=q)
+    (launch,) = told
+    assert launch["stride_q_token"] * 16 == 2 * 20 * 640
+    assert launch["stride_q_head"] * 16 == 640
+    assert launch["q_ptr"].data_ptr() == wide.data_ptr() + 20 * 640 + 2 * 640 + 16
+
+
+def _extra_pool() -> dict[str, Any]:
+    return {
+        "extra_k_cache": KvFormat.FP8.allocate(2, 4, d_qk=512),
+        "extra_indices": torch.zeros(2, 20, dtype=INT32),
+        "extra_kv_format": KvFormat.FP8,
+    }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"q_norm_eps": 1e-6},
+        {"rope": _rope()},
+        {"q_order": "chunk16"},
+        {"kv_format": KvFormat.V41},
+        _extra_pool(),
+        {"q": _codes(2, 64, 520)[:, :, :512]},
+        {"q": _codes(2 * 64 * 512 + 8).as_strided((2, 64, 512), (64 * 512 + 8, 512, 1))},
+    ],
+    ids=["norm", "rotation", "order", "format", "second pool", "heads", "tokens"],
+)
+def test_codes_are_launched_for_nothing_that_their_kernel_leaves_out(
+    options: dict[str, Any], told: Told
+) -> None:
+    """The operation checks or dispatches all of it: a launch would give other numbers."""
+    given = {"q": _codes(2, 64, 512), "kv_format": KvFormat.FP8, **options}
+    with pytest.raises(AssertionError, match="codes|16 bytes"):
+        _decode(**given)
+    assert not told
 
 
 @pytest.mark.parametrize("step", [0, 7, 10**9])

@@ -361,36 +361,78 @@ def test_launches_of_the_hopper_prefills_are_bound(name: str, gpu: FakeGpu) -> N
     _assert_bound(launches, [q, kv, indices, buffer.data, rows, max_logits, lse], gpu)
 
 
-def test_launches_of_the_hopper_decode_are_bound(gpu: FakeGpu) -> None:
-    module = importlib.import_module(f"{HOPPER}.sparse_mla_decode")
-    q, lse = torch.zeros(2, 64, 512, dtype=BF16), torch.zeros(2, 64)
-    cache, indices = mlacast.KvFormat.V4.allocate(3, 8), torch.zeros(2, 400, dtype=torch.int32)
+@pytest.mark.parametrize("name", ["V4", "FP8"])
+def test_launches_of_the_hopper_decode_are_bound(name: str, gpu: FakeGpu) -> None:
+    """Over V4 with queries in bfloat16, over FP8 with codes."""
+    kv_format = mlacast.KvFormat.from_name(name)
+    q, width = torch.zeros(2, 64, 512, dtype=BF16), None
+    if name == "FP8":
+        q, width = q.to(torch.float8_e4m3fn), 512
+    cache, indices = kv_format.allocate(3, 8, d_qk=width), torch.zeros(2, 400, dtype=torch.int32)
     buffer = mlacast.QuantizedTensor.empty(2, 1, 64 * 512, mlacast.Mxfp8())
-    launches = module.launch_sparse_mla_decode(
-        q,
-        cache,
-        indices,
-        kv_format=mlacast.KvFormat.V4,
-        sm_scale=0.1,
-        topk_length=None,
-        extra_k_cache=None,
-        extra_indices=None,
-        extra_topk_length=None,
-        extra_kv_format=None,
-        attn_sink=None,
-        q_norm_eps=None,
-        rope=None,
-        q_order="head",
-        num_splits=3,
-        batch_invariant=False,
-        workspace=None,
-        out=buffer,
-        lse=lse,
-    )
+    launches, lse = _launch_hopper_decode(q, cache, indices, buffer, kv_format, num_splits=3)
     rows = buffer.sf_rows_with_padding()
     assert rows is not None
     assert len(gpu.runs) == 2, "attention and merge"
     _assert_bound(launches, [q, cache, indices, buffer.data, rows, lse], gpu)
+
+
+def _launch_hopper_decode(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    indices: torch.Tensor,
+    buffer: mlacast.QuantizedTensor,
+    kv_format: mlacast.KvFormat,
+    **options: Any,
+) -> tuple[Launches, torch.Tensor]:
+    """Launch; the launches and lse."""
+    module = importlib.import_module(f"{HOPPER}.sparse_mla_decode")
+    plain: dict[str, Any] = {
+        "topk_length": None,
+        "extra_k_cache": None,
+        "extra_indices": None,
+        "extra_topk_length": None,
+        "extra_kv_format": None,
+        "attn_sink": None,
+        "q_norm_eps": None,
+        "rope": None,
+        "workspace": None,
+    }
+    lse = torch.zeros(q.shape[:2])
+    launches = module.launch_sparse_mla_decode(
+        q,
+        cache,
+        indices,
+        kv_format=kv_format,
+        sm_scale=0.1,
+        q_order="head",
+        batch_invariant=False,
+        out=buffer,
+        lse=lse,
+        **{**plain, **options},
+    )
+    return launches, lse
+
+
+def test_decodes_of_codes_compile_once_whatever_the_sizes(gpu: FakeGpu) -> None:
+    """Tokens, pages, lists, and where the rows of a bigger buffer start: no other variant."""
+    sizes = [(16, 4, 64, 576, 0), (1, 1, 1, 592, 1), (17, 3, 65, 640, 2), (5, 33, 151, 1152, 3)]
+    for splits in (1, 3):
+        gpu.compiled.clear()
+        for tokens, pages, topk, step, first in sizes:
+            q = torch.zeros(tokens, 8, step).to(torch.float8_e4m3fn)[..., :576]
+            wide = torch.zeros(tokens + first, topk + 4, dtype=torch.int32)
+            _launch_hopper_decode(
+                q,
+                mlacast.KvFormat.FP8.allocate(pages, 16, d_qk=576),
+                wide[first:, first : first + topk],
+                mlacast.QuantizedTensor.empty(tokens, 1, 8 * 512, mlacast.Bf16()),
+                mlacast.KvFormat.FP8,
+                topk_length=torch.zeros(tokens + first, dtype=torch.int32)[first:],
+                num_splits=splits,
+            )
+        # With splits a merge as well.
+        assert len(gpu.compiled) == (1 if splits == 1 else 2)
 
 
 def _assert_bound(launches: Launches, tensors: list[torch.Tensor], gpu: FakeGpu) -> None:

@@ -1,4 +1,4 @@
-"""The Hopper decode kernel compiles for sm_90a as its pipeline needs it; no GPU is used.
+"""The Hopper decode kernels compile for sm_90a as its pipeline needs it; no GPU is used.
 
 A spill in a loop over keys, an ignored register count or a serialised wgmma costs more than any
 tuning wins, and each is a silent note of ptxas.
@@ -19,7 +19,6 @@ PLAIN = {
     "FULL_TILES": True,
     "IS_SPLIT": False,
     "CHUNK16": False,
-    "Q_FP8": False,
     "HAS_SM_SCALE": False,
     "HAS_V_SCALE": False,
     "ROTATE_QUERY": False,
@@ -74,8 +73,14 @@ CONFIGURATIONS = {
     "v32": (PLAIN | V32, 28),
     "v32-split": (PLAIN | V32 | SPLIT | {"HAS_LENGTH": True}, 20),
     "fp8-576": (PLAIN | FP8_576, 20),
-    "fp8-576-query-split": (PLAIN | FP8_576 | SPLIT | {"Q_FP8": True}, 16),
-    "fp8-512-query": (PLAIN | FP8_512 | {"Q_FP8": True}, 0),
+    "fp8-512": (PLAIN | FP8_512, 0),
+}
+# Of e4m3 queries.
+CODE_CONFIGURATIONS = {
+    "576": FP8_576,
+    "576-partial-split": FP8_576 | SPLIT | {"FULL_TILES": False},
+    "512": FP8_512 | {"HAS_ROPE": False},
+    "512-rotated-mxfp8": FP8_512 | MXFP8 | {"HAS_SINK": True},
 }
 
 # Barriers of the dequantising role by the formats of both pools: one more a unit goes unnoticed
@@ -96,13 +101,34 @@ def test_compiles_without_spills_in_loops_or_serialised_wgmma(
 ) -> None:
     from mlacast.kernels.gluon.sm90.sparse_mla_decode_kernel import (
         OPTIONS,
+        UNALIGNED,
         sparse_mla_decode_kernel,
     )
 
-    built = build(sparse_mla_decode_kernel, OPTIONS, constants)
+    built = build(sparse_mla_decode_kernel, OPTIONS, constants, UNALIGNED)
     assert built.spilled_bytes <= spill_bytes
     assert built.copy_barriers <= BARRIERS[constants["FORMAT"], constants["EXTRA_FORMAT"]]
     assert set(built.products) == {"64x64", "64x128"}, "scores and output"
     assert "128" in built.copy_bits, "codes travel in 16-byte pieces"
     # Two codes take one product: the bits are moved, not converted.
+    assert "F2FP.F16.E4M3" not in built.sass
+
+
+@pytest.mark.parametrize("constants", CODE_CONFIGURATIONS.values(), ids=CODE_CONFIGURATIONS)
+def test_codes_are_multiplied_by_codes_without_spills(constants: dict[str, Any]) -> None:
+    from mlacast.kernels.gluon.sm90.sparse_mla_decode_fp8_kernel import sparse_mla_decode_fp8_kernel
+    from mlacast.kernels.gluon.sm90.sparse_mla_decode_kernel import OPTIONS, UNALIGNED
+
+    kernel = sparse_mla_decode_fp8_kernel
+    chosen = {
+        name: value for name, value in (PLAIN | constants).items() if name in kernel.arg_names
+    }
+    unaligned = [*UNALIGNED, "stride_q_token", "stride_q_head"]
+    built = build(kernel, OPTIONS, chosen, unaligned, words=["q_ptr"])
+    assert built.spilled_bytes == 0
+    width = 576 if constants["FORMAT"] == "fp8_576" else 512
+    assert built.code_products == {"64x64": width // 32}, "scores, written out"
+    # Two halves of the output, each two tiles over the 64 keys of a block.
+    assert built.products == {"64x128": 2 * 2 * 64 // 16}
+    assert built.copy_bits == {"128"}, "queries and keys travel in 16-byte pieces"
     assert "F2FP.F16.E4M3" not in built.sass

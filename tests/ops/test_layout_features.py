@@ -31,6 +31,21 @@ def test_heads_at_no_multiple_of_16_elements(gap: int) -> None:
     assert layout_features((query(gap=16),), 512, 0.1) == frozenset()
 
 
+@pytest.mark.parametrize(
+    ("gap", "first", "backend"),
+    [(0, 0, "hopper"), (16, 16, "hopper"), (8, 0, "triton"), (16, 8, "triton")],
+)
+def test_codes_of_queries_at_multiples_of_16_bytes(gap: int, first: int, backend: str) -> None:
+    """Hopper copies 16 bytes at a time; the portable kernel takes what starts elsewhere."""
+    q = torch.zeros(3, 4, 576 + gap).to(torch.float8_e4m3fn)[:, :, first : first + 576]
+    plain = {"d_qk:576", "q_order:head", "out:bf16", "q:fp8", "kv:FP8"}
+    features = layout_features((q,), 512, 0.1) | plain
+    assert select("sparse_mla_decode", features, "sm90").backend == backend
+    if backend != "hopper":
+        with pytest.raises(mlacast.UnsupportedError, match="hopper.*rows:unaligned"):
+            select("sparse_mla_decode", features, "sm90", "hopper")
+
+
 @pytest.mark.parametrize("step", [0, 7, 10**9])
 def test_strides_of_dimensions_of_size_one_ask_for_nothing(step: int) -> None:
     """BC-31: one token, one head, one page; views of them start where a kernel expects."""

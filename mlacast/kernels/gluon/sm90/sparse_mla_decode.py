@@ -1,6 +1,7 @@
 """Hopper ``sparse_mla_decode``: four warpgroups with one role each, paged caches, split-KV.
 
-This is the launch; the kernel is ``sparse_mla_decode_kernel``, its roles stand beside it.
+This is the launch; the kernels are ``sparse_mla_decode_kernel`` for bfloat16 queries and
+``sparse_mla_decode_fp8_kernel`` for e4m3 ones, their roles stand beside them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.record_places import page_division
 from mlacast.kernels.common.targets import store_target
 from mlacast.kernels.config.sparse_attention import num_multiprocessors, plan_hopper_decode
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_fp8_kernel import sparse_mla_decode_fp8_kernel
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_kernel import OPTIONS, sparse_mla_decode_kernel
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_merge import merge_splits
 
@@ -107,24 +109,15 @@ def launch_sparse_mla_decode(
     }
     sm_scale, sm_scale_tensor = number_and_tensor(sm_scale, lse)
     v_scale, v_scale_tensor = number_and_tensor(v_scale, lse)
-    record = _record(kv_format, d_qk)
-    query, step = q, 1
-    if q.dtype == torch.float8_e4m3fn:
-        query, step = launches.inside(q, q.view(torch.int32)), 4
     numbers = {name: value for name, value in target.numbers.items() if name != "row_start"}
     constants = {
         name: value for name, value in target.constants.items() if name != "SF_COLUMN_TILES"
     }
     items = num_tokens * head_blocks * splits
     programs = min(items, num_multiprocessors(q.device))
-    launches.launch(
-        sparse_mla_decode_kernel,
-        (programs,),
-        query,
-        q.stride(0) // step,
-        q.stride(1) // step,
-        *pool,
-        *extra_pool,
+    rotates_query = rope is not None and rope.rotate_query
+    # What both kernels take behind their pools, before and after the norm's epsilon.
+    places = (
         *rope_arguments,
         *partials,
         *target.tensors.values(),
@@ -134,35 +127,60 @@ def launch_sparse_mla_decode(
         splits,
         items,
         programs,
-        q_norm_eps or 0.0,
-        sm_scale,
-        sm_scale_tensor,
-        v_scale,
-        v_scale_tensor,
-        HEAD_BLOCKS=head_blocks,
-        FULL_TILES=num_heads % 64 == 0,
-        IS_SPLIT=is_split,
-        CHUNK16=q_order == "chunk16",
-        Q_FP8=step == 4,
-        HAS_SM_SCALE=sm_scale_tensor is not lse,
-        HAS_V_SCALE=v_scale_tensor is not lse,
-        ROTATE_QUERY=rope is not None and rope.rotate_query,
-        HAS_NORM=q_norm_eps is not None,
-        HAS_LENGTH=topk_length is not None,
-        FORMAT=record,
-        INLINE=kv_format.placement == "inline",
-        HAS_EXTRA=has_extra,
-        HAS_EXTRA_LENGTH=extra_topk_length is not None,
-        EXTRA_FORMAT=_record(extra_format, d_qk),
-        EXTRA_INLINE=extra_format.placement == "inline",
-        # P V is held back until the next scores are nearly done, where the ring has room for that.
-        NUM_PIECES=4 if d_qk == 576 else 5,
-        DELAY_OUTPUT=d_qk != 576,
-        DEQUANT_REGISTERS=48,
-        **flags,
-        **constants,
-        **OPTIONS,
     )
+    scales = (sm_scale, sm_scale_tensor, v_scale, v_scale_tensor)
+    constants |= {
+        "HEAD_BLOCKS": head_blocks,
+        "FULL_TILES": num_heads % 64 == 0,
+        "IS_SPLIT": is_split,
+        "HAS_SM_SCALE": sm_scale_tensor is not lse,
+        "HAS_V_SCALE": v_scale_tensor is not lse,
+        "HAS_LENGTH": topk_length is not None,
+        "FORMAT": _record(kv_format, d_qk),
+        **flags,
+        **OPTIONS,
+    }
+    if q.dtype == torch.float8_e4m3fn:
+        assert kv_format.name == "FP8" and not has_extra, "codes meet the codes of one FP8 cache"
+        assert q_norm_eps is None and not rotates_query and q_order == "head", "codes stay codes"
+        assert q.stride(0) % 16 == q.stride(1) % 16 == 0, "rows are copied 16 bytes at a time"
+        launches.launch(
+            sparse_mla_decode_fp8_kernel,
+            (programs,),
+            launches.inside(q, q.view(torch.int32)),
+            q.stride(0) // 16,
+            q.stride(1) // 16,
+            *pool,
+            *places,
+            *scales,
+            **constants,
+        )
+    else:
+        launches.launch(
+            sparse_mla_decode_kernel,
+            (programs,),
+            q,
+            q.stride(0),
+            q.stride(1),
+            *pool,
+            *extra_pool,
+            *places,
+            q_norm_eps or 0.0,
+            *scales,
+            CHUNK16=q_order == "chunk16",
+            ROTATE_QUERY=rotates_query,
+            HAS_NORM=q_norm_eps is not None,
+            INLINE=kv_format.placement == "inline",
+            HAS_EXTRA=has_extra,
+            HAS_EXTRA_LENGTH=extra_topk_length is not None,
+            EXTRA_FORMAT=_record(extra_format, d_qk),
+            EXTRA_INLINE=extra_format.placement == "inline",
+            # P V is held back until the next scores are nearly done, where the ring has room.
+            NUM_PIECES=4 if d_qk == 576 else 5,
+            DELAY_OUTPUT=d_qk != 576,
+            DEQUANT_REGISTERS=48,
+            **constants,
+        )
     if is_split:
         merge_splits(
             launches, partials, rope_arguments, target, num_tokens, num_heads, splits, d_qk, **flags

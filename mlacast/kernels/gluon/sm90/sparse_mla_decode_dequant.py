@@ -14,7 +14,6 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import (
     fetch_unit,
     fp4_scale_stage,
     has_tail,
-    load_codes,
     read_scales,
     unit_count,
 )
@@ -92,54 +91,34 @@ def _send_query(
     FULL_TILES: gl.constexpr,
     IS_SPLIT: gl.constexpr,
     CHUNK16: gl.constexpr,
-    Q_FP8: gl.constexpr,
     TAIL: gl.constexpr,
     NUM_PIECES: gl.constexpr,
 ):
     """Start copying the query of a work item into the next pieces of the ring.
 
-    Each is signalled once this warpgroup's copies have landed: 128 arrivals and one. ``q_ptr``
-    points at int32 words with Q_FP8, which counts strides in words as well.
+    Each is signalled once this warpgroup's copies have landed: 128 arrivals and one.
     """
-    Q_FORMAT: gl.constexpr = "fp8_576" if TAIL else "fp8_512"
     token = item_token(item, num_splits, HEAD_BLOCKS, IS_SPLIT)
     first_head = head_start(item, num_splits, HEAD_BLOCKS, IS_SPLIT)
-    if Q_FP8:
-        rows = q_ptr + token.to(gl.int64) * stride_q_token
-        head = first_head + opaque(gl.arange(0, BLOCK_H, ROW))
-        rows += head * stride_q_head
     for part in gl.static_range(3 if TAIL else 2):
         mbarrier.wait(k_free.index(slot), phase)
-        if Q_FP8:
-            # Decoded by way of registers: once an item, and the stages hold keys.
-            even = _words_of(k_even, NUM_PIECES).index(slot)
-            odd = _words_of(k_odd, NUM_PIECES).index(slot)
-            if part == 2:
-                load_codes(
-                    even.slice(0, 32, dim=1), odd, rows, head < num_heads, TAIL_UNIT, Q_FORMAT
-                )
-            else:
-                load_codes(even, odd, rows, head < num_heads, 2 * part, Q_FORMAT)
-                load_codes(even, odd, rows, head < num_heads, 2 * part + 1, Q_FORMAT)
-            mbarrier.arrive(k_ready.index(slot), count=129)
-        else:
-            _fetch_query(
-                q_ptr,
-                stride_q_token,
-                stride_q_head,
-                token,
-                first_head,
-                num_heads,
-                k_even,
-                k_odd,
-                slot,
-                part * 256,
-                256 if part < 2 else 64,
-                FULL_TILES,
-                CHUNK16,
-            )
-            async_copy.mbarrier_arrive(k_ready.index(slot), increment_count=False)
-            mbarrier.arrive(k_ready.index(slot), count=1)
+        _fetch_query(
+            q_ptr,
+            stride_q_token,
+            stride_q_head,
+            token,
+            first_head,
+            num_heads,
+            k_even,
+            k_odd,
+            slot,
+            part * 256,
+            256 if part < 2 else 64,
+            FULL_TILES,
+            CHUNK16,
+        )
+        async_copy.mbarrier_arrive(k_ready.index(slot), increment_count=False)
+        mbarrier.arrive(k_ready.index(slot), count=1)
         slot, phase = next_piece(slot, phase, NUM_PIECES)
     return slot, phase
 
@@ -293,7 +272,6 @@ def dequant_role(
     FULL_TILES: gl.constexpr,
     IS_SPLIT: gl.constexpr,
     CHUNK16: gl.constexpr,
-    Q_FP8: gl.constexpr,
     HAS_LENGTH: gl.constexpr,
     HAS_EXTRA: gl.constexpr,
     HAS_EXTRA_LENGTH: gl.constexpr,
@@ -474,7 +452,6 @@ def dequant_role(
                 FULL_TILES,
                 IS_SPLIT,
                 CHUNK16,
-                Q_FP8,
                 TAIL,
                 NUM_PIECES,
             )

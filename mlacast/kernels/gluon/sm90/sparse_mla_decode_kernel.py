@@ -22,11 +22,11 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import BLOCK_H, BLOCK_N,
 # The outputs take 160 registers a thread, the dequantisation DEQUANT_REGISTERS, the scores what is
 # left of 512.
 OPTIONS = {"num_warps": 4, "maxnreg": 128}
-_OUTPUT_REGISTERS = gl.constexpr(160)
+OUTPUT_REGISTERS = gl.constexpr(160)
 
 
 # Counts and strides that vary while serving must not pick another variant of the kernel.
-_VARYING = [
+VARYING = [
     "page_size",
     "page_inverse",
     "page_shift",
@@ -55,7 +55,7 @@ _VARYING = [
     "num_programs",
 ]
 # Nor must where a slice of a bigger buffer happens to start.
-_UNALIGNED = [
+UNALIGNED = [
     "indices_ptr",
     "length_ptr",
     "extra_indices_ptr",
@@ -73,7 +73,7 @@ _UNALIGNED = [
 ]
 
 
-@gluon.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
+@gluon.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=UNALIGNED)
 def sparse_mla_decode_kernel(
     q_ptr,
     stride_q_token,
@@ -133,7 +133,6 @@ def sparse_mla_decode_kernel(
     FULL_TILES: gl.constexpr,
     IS_SPLIT: gl.constexpr,
     CHUNK16: gl.constexpr,
-    Q_FP8: gl.constexpr,
     HAS_SM_SCALE: gl.constexpr,
     HAS_V_SCALE: gl.constexpr,
     ROTATE_QUERY: gl.constexpr,
@@ -311,6 +310,7 @@ def sparse_mla_decode_kernel(
                     p_smem,
                     alpha_smem,
                     factor_smem,
+                    k_ready,
                     k_free,
                     p_ready,
                     p_go,
@@ -356,6 +356,7 @@ def sparse_mla_decode_kernel(
                     p_smem,
                     alpha_smem,
                     factor_smem,
+                    k_ready,
                     k_free,
                     p_ready,
                     p_go,
@@ -418,7 +419,6 @@ def sparse_mla_decode_kernel(
                     FULL_TILES,
                     IS_SPLIT,
                     CHUNK16,
-                    Q_FP8,
                     HAS_LENGTH,
                     HAS_EXTRA,
                     HAS_EXTRA_LENGTH,
@@ -431,5 +431,5 @@ def sparse_mla_decode_kernel(
             ),
         ],
         [4, 4, 4],
-        [_OUTPUT_REGISTERS, _OUTPUT_REGISTERS, DEQUANT_REGISTERS],
+        [OUTPUT_REGISTERS, OUTPUT_REGISTERS, DEQUANT_REGISTERS],
     )

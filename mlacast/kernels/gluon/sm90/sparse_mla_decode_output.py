@@ -70,6 +70,7 @@ def output_role(
     p_smem,
     alpha_smem,
     factor_smem,
+    k_ready,
     k_free,
     p_ready,
     p_go,
@@ -109,8 +110,8 @@ def output_role(
     """Accumulate dimensions ``256 * HALF``.. of every item; a split leaves its state, others end.
 
     Of the ring a query takes QUERY_PIECES pieces before the keys of its item. Consumes ``p_ready``,
-    ``p_go`` and ``factor_ready``; produces ``p_free``, ``factor_free`` and ``k_free`` of its half
-    of the keys.
+    with DELAY_OUTPUT ``p_go``, ``factor_ready`` and, where the ring holds no queries, ``k_ready``;
+    produces ``p_free``, ``factor_free`` and ``k_free`` of its half of the keys.
     """
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, OUT)
@@ -162,6 +163,9 @@ def output_role(
             odd = rescale(odd, alpha, 64)
             if DELAY_OUTPUT:
                 mbarrier.wait(p_go, phase)
+            if QUERY_PIECES == 0:
+                # The scores were taken from elsewhere: that they are done says nothing of the keys.
+                mbarrier.wait(k_ready.index(slot), (2 * count + HALF) // NUM_PIECES & 1)
             fence_async_shared()
             even = warpgroup_mma(p_smem, k_even.index(slot), even, is_async=True)
             odd = warpgroup_mma(p_smem, k_odd.index(slot), odd, is_async=True)

@@ -79,9 +79,8 @@ _BY_THREAD = gl.constexpr(
 _EVEN_BYTES = gl.constexpr(0x6420)
 _ODD_BYTES = gl.constexpr(0x7531)
 _SCALE_PAIRS_STAGE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-# Twice a word 2**56 and 2**120: e4m3 codes read as bfloat16 to 2**-64 of their value, and to it.
+# Twice a word 2**56: e4m3 codes read as bfloat16 to 2**-64 of their value.
 TO_KEY_UNIT = gl.constexpr(0x5B805B80)
-_TO_VALUE = gl.constexpr(0x7B807B80)
 SCALE_STAGE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 _STAGE_16 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
@@ -168,7 +167,7 @@ def _e4m3_program(LANE):
 
 
 @gluon.jit
-def _e4m3_times_power(words, multipliers, LANE: gl.constexpr):
+def e4m3_times_power(words, multipliers, LANE: gl.constexpr):
     """Four codes a word, times one of two powers of two a word: two words of two bfloat16."""
     return gl.inline_asm_elementwise(
         _e4m3_program(LANE),
@@ -342,24 +341,6 @@ def _parts_of_float32(bits):
 
 
 @gluon.jit
-def load_codes(target_even, target_odd, rows, valid, UNIT: gl.constexpr, FORMAT: gl.constexpr):
-    """Load a unit of 64 per-tensor FP8 rows and store their values; other rows: zeros.
-
-    ``rows`` [64] point at int32 words; targets as in ``decode_unit``.
-    """
-    FIRST: gl.constexpr = _unit_words(FORMAT, UNIT)[0]
-    WIDTH: gl.constexpr = _unit_words(FORMAT, UNIT)[1]
-    LAYOUT: gl.constexpr = WORDS_32 if WIDTH == 32 else WORDS_16
-    PER_ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    column = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    pointers = gl.convert_layout(rows, PER_ROW, assert_trivial=True)[:, None] + column[None, :]
-    mask = gl.convert_layout(valid, PER_ROW, assert_trivial=True)[:, None] & (column >= 0)[None, :]
-    low, high = _e4m3_times_power(gl.load(pointers, mask=mask, other=0), _TO_VALUE, 0)
-    target = target_even if UNIT % 2 == 0 else target_odd
-    target.store(gl.reshape(gl.join(low, high), (64, 2 * WIDTH)))
-
-
-@gluon.jit
 def fetch_unit(stage, rows, valid, UNIT: gl.constexpr, FORMAT: gl.constexpr):
     """Start copying one unit of 64 records; ``rows`` [64] point at them. Invalid ones: zeros."""
     FIRST: gl.constexpr = _unit_words(FORMAT, UNIT)[0]
@@ -495,7 +476,7 @@ def _by_word(multipliers, words):
 def _values_of_e4m3(words, multipliers, LANE: gl.constexpr):
     """Half a unit [64, 16] to its values, [64, 32] words."""
     words = gl.reshape(words, (64, 4, 4))
-    low, high = _e4m3_times_power(words, _by_word(multipliers, words), LANE)
+    low, high = e4m3_times_power(words, _by_word(multipliers, words), LANE)
     return gl.reshape(gl.join(low, high), (64, 32))
 
 
@@ -543,5 +524,5 @@ def decode_unit(stage, scales, target_even, target_odd, UNIT: gl.constexpr, FORM
         target.store(gl.reshape(gl.join(low, high), (64, 64)))
     else:
         words = halves.index(0).load(WORDS_16) if WIDTH == 16 else stage.load(WORDS_32)
-        low, high = _e4m3_times_power(words, TO_KEY_UNIT, 0)
+        low, high = e4m3_times_power(words, TO_KEY_UNIT, 0)
         target.store(gl.reshape(gl.join(low, high), (64, 2 * WIDTH)))

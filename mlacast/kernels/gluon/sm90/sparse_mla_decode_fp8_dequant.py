@@ -1,0 +1,257 @@
+"""Dequantising role of the Hopper decode kernel for FP8 queries: codes copied, keys decoded.
+
+Queries and keys are copied as they are into stages, which the scores read. Of the keys, what the
+outputs multiply becomes bfloat16 as well, in the ring.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
+
+from mlacast.kernels.common.sm90_rotation import opaque
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import (
+    TO_KEY_UNIT,
+    e4m3_times_power,
+    has_tail,
+    unit_count,
+)
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_slots import load_slots, locate
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
+    BLOCK_H,
+    BLOCK_N,
+    head_start,
+    item_token,
+    next_piece,
+    work_range,
+)
+
+# Eight threads hold one 16-byte chunk of eight rows, which a 128-byte swizzle keeps out of each
+# other's banks; a warp still asks for 64 bytes of a row.
+_LANES = [[1, 0], [2, 0], [4, 0], [0, 4], [0, 8]]
+_WARPS = [[8, 0], [16, 0]]
+_WORDS = gl.constexpr(
+    gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 16], [32, 0]], _LANES, _WARPS, [], [64, 32])
+)
+_TAIL_WORDS = gl.constexpr(
+    gl.DistributedLinearLayout([[0, 1], [0, 2], [32, 0]], _LANES, _WARPS, [], [64, 16])
+)
+_ROW = gl.constexpr(gl.SliceLayout(1, _WORDS))
+WORDS_OF_UNIT = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
+WORDS_OF_TAIL = gl.constexpr(gl.NVMMASharedLayout(64, 32, 2))
+
+
+@gluon.jit
+def _copy_rows(target, rows, valid, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
+    """Start copying words ``FIRST``.. of 64 rows; rows that are not valid become zeros."""
+    PER_ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    column = FIRST + gl.arange(0, target.shape[1], gl.SliceLayout(0, LAYOUT))
+    pointers = gl.convert_layout(rows, PER_ROW, assert_trivial=True)[:, None] + column[None, :]
+    mask = gl.convert_layout(valid, PER_ROW, assert_trivial=True)[:, None]
+    async_copy.async_copy_global_to_shared(target, pointers, mask=mask)
+
+
+@gluon.jit
+def _slots_of(
+    cursor,
+    num_items,
+    num_splits,
+    pool,
+    HEAD_BLOCKS: gl.constexpr,
+    IS_SPLIT: gl.constexpr,
+):
+    """Slots of the block under a cursor; of an item's first block where the cursor is on a query.
+
+    Past the program's last item: slots that nobody asks for.
+    """
+    item, block, first, _, length = cursor
+    token = item_token(gl.minimum(item, num_items - 1), num_splits, HEAD_BLOCKS, IS_SPLIT)
+    lane = gl.arange(0, BLOCK_N, _ROW)
+    ids, _ = load_slots(lane, first + gl.maximum(block, 0), length, 0, token, pool, pool, False)
+    return ids
+
+
+@gluon.jit
+def _advance(
+    cursor,
+    num_items,
+    num_programs,
+    num_splits,
+    pool,
+    HEAD_BLOCKS: gl.constexpr,
+    IS_SPLIT: gl.constexpr,
+    HAS_LENGTH: gl.constexpr,
+):
+    """Move a cursor to the next 64 rows: the query of an item (block -1), or a block of its keys.
+
+    A cursor is an item, a block of it, its first block, their number, and the length of its list.
+    """
+    item, block, first, count, length = cursor
+    block += 1
+    if block == count:
+        block = -1
+        item += num_programs
+        _, first, count, length, _ = work_range(
+            gl.minimum(item, num_items - 1),
+            num_splits,
+            pool,
+            pool,
+            HEAD_BLOCKS,
+            IS_SPLIT,
+            HAS_LENGTH,
+            False,
+            False,
+        )
+    return item, block, first, count, length
+
+
+@gluon.jit
+def _send(
+    cursor,
+    ids,
+    sent,
+    query,
+    pool,
+    codes,
+    tail_codes,
+    mask_smem,
+    codes_ready,
+    codes_free,
+    num_heads,
+    num_splits,
+    HEAD_BLOCKS: gl.constexpr,
+    IS_SPLIT: gl.constexpr,
+    FORMAT: gl.constexpr,
+):
+    """Start copying the rows under a cursor into the stage whose turn it is, ``sent`` before it.
+
+    The stage is signalled once this warpgroup's copies have landed: 128 arrivals and one. ``query``
+    is a pointer to int32 words with its strides of tokens and heads, which count 16 bytes.
+    """
+    item, block, _, _, _ = cursor
+    q_ptr, stride_q_token, stride_q_head = query
+    stage = sent & 1
+    token = item_token(item, num_splits, HEAD_BLOCKS, IS_SPLIT)
+    rows, _, valid = locate(ids, False, pool, pool, False, FORMAT, False, FORMAT, False)
+    head = head_start(item, num_splits, HEAD_BLOCKS, IS_SPLIT) + opaque(gl.arange(0, BLOCK_H, _ROW))
+    # Four words at a time: so the compiler knows that copies of 16 bytes are aligned.
+    q_rows = q_ptr + token.to(gl.int64) * stride_q_token * 4 + head * stride_q_head * 4
+    rows = gl.where(block < 0, q_rows, rows)
+    valid = gl.where(block < 0, head < num_heads, valid)
+    mbarrier.wait(codes_free.index(stage), ((sent >> 1) & 1) ^ 1)
+    mask_smem.index(sent & 3).store(gl.where(valid, 0, 1).to(gl.int8))
+    for unit in gl.static_range(unit_count(FORMAT)):
+        _copy_rows(codes[unit].index(stage), rows, valid, 32 * unit, _WORDS)
+    if has_tail(FORMAT):
+        _copy_rows(tail_codes.index(stage), rows, valid, 128, _TAIL_WORDS)
+    async_copy.mbarrier_arrive(codes_ready.index(stage), increment_count=False)
+    mbarrier.arrive(codes_ready.index(stage), count=1)
+
+
+@gluon.jit
+def fp8_dequant_role(
+    query,
+    pool,
+    num_heads,
+    num_items,
+    num_programs,
+    num_splits,
+    codes,
+    tail_codes,
+    k_even,
+    k_odd,
+    mask_smem,
+    codes_ready,
+    codes_free,
+    k_ready,
+    k_free,
+    HEAD_BLOCKS: gl.constexpr,
+    IS_SPLIT: gl.constexpr,
+    HAS_LENGTH: gl.constexpr,
+    FORMAT: gl.constexpr,
+    NUM_PIECES: gl.constexpr,
+):
+    """Copy queries and blocks of keys into two stages in turn; decode keys into the ring.
+
+    ``codes`` (one [2, 64, 32] a unit) and ``tail_codes`` [2, 64, 16] are words of the stages.
+    Produces ``codes_ready`` and ``k_ready``, consumes ``codes_free`` and ``k_free``. Keys that do
+    not count are zero and marked in ``mask_smem``.
+    """
+    even_words = k_even._reinterpret(gl.int32, [NUM_PIECES, 64, 64], WORDS_OF_UNIT)
+    odd_words = k_odd._reinterpret(gl.int32, [NUM_PIECES, 64, 64], WORDS_OF_UNIT)
+    slot = 0
+    phase = 1
+    sent = 0
+    decoded = 0
+    cursor = _advance(
+        (gl.program_id(0) - num_programs, -1, 0, 0, 0),
+        num_items,
+        num_programs,
+        num_splits,
+        pool,
+        HEAD_BLOCKS,
+        IS_SPLIT,
+        HAS_LENGTH,
+    )
+    ids = _slots_of(cursor, num_items, num_splits, pool, HEAD_BLOCKS, IS_SPLIT)
+    # Two rounds before the first item fill the stages, with its query and its first block.
+    for item in range(gl.program_id(0) - 2 * num_programs, num_items, num_programs):
+        _, _, count, _, _ = work_range(
+            gl.maximum(item, 0),
+            num_splits,
+            pool,
+            pool,
+            HEAD_BLOCKS,
+            IS_SPLIT,
+            HAS_LENGTH,
+            False,
+            False,
+        )
+        # What an item begins with, its query, is not decoded.
+        for i in range(gl.where(item < 0, 1, count + 1)):
+            if i > 0:
+                stage = decoded & 1
+                mbarrier.wait(codes_ready.index(stage), (decoded >> 1) & 1)
+                mbarrier.wait(k_free.index(slot), phase)
+                for unit in gl.static_range(unit_count(FORMAT)):
+                    if unit == 2:
+                        mbarrier.arrive(k_ready.index(slot), count=1)
+                        slot, phase = next_piece(slot, phase, NUM_PIECES)
+                        mbarrier.wait(k_free.index(slot), phase)
+                    words = codes[unit].index(stage).load(_WORDS)
+                    low, high = e4m3_times_power(words, TO_KEY_UNIT, 0)
+                    target = even_words if unit % 2 == 0 else odd_words
+                    target.index(slot).store(gl.reshape(gl.join(low, high), (64, 64)))
+                mbarrier.arrive(k_ready.index(slot), count=1)
+                slot, phase = next_piece(slot, phase, NUM_PIECES)
+            if item >= 0:
+                decoded += 1
+            if cursor[0] < num_items:
+                _send(
+                    cursor,
+                    ids,
+                    sent,
+                    query,
+                    pool,
+                    codes,
+                    tail_codes,
+                    mask_smem,
+                    codes_ready,
+                    codes_free,
+                    num_heads,
+                    num_splits,
+                    HEAD_BLOCKS,
+                    IS_SPLIT,
+                    FORMAT,
+                )
+                sent += 1
+                cursor = _advance(
+                    cursor,
+                    num_items,
+                    num_programs,
+                    num_splits,
+                    pool,
+                    HEAD_BLOCKS,
+                    IS_SPLIT,
+                    HAS_LENGTH,
+                )
+                ids = _slots_of(cursor, num_items, num_splits, pool, HEAD_BLOCKS, IS_SPLIT)

@@ -1,0 +1,342 @@
+"""The Hopper decode kernel for e4m3 queries over per-tensor FP8 caches: shared memory, barriers.
+
+Scores are products of codes, so that keys become bfloat16 for the outputs alone. Copies and
+decoding are in ``sparse_mla_decode_fp8_dequant``, scores and softmax in ``_fp8_score``, the two
+halves of the output in ``_output``, which the kernel for other queries has as well.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_fp8_dequant import (
+    WORDS_OF_TAIL,
+    WORDS_OF_UNIT,
+    fp8_dequant_role,
+)
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_fp8_score import fp8_score_role
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_kernel import (
+    OUTPUT_REGISTERS,
+    UNALIGNED,
+    VARYING,
+)
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_output import output_role
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import has_tail
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import BLOCK_H, BLOCK_N, LOG2_E
+
+# The scores get what the outputs and the dequantisation leave of 512 registers a thread.
+_DEQUANT_REGISTERS = gl.constexpr(32)
+# Pieces of the ring: two blocks of keys.
+_NUM_PIECES = gl.constexpr(4)
+
+
+@gluon.jit(
+    do_not_specialize=[*VARYING, "stride_q_token", "stride_q_head"],
+    do_not_specialize_on_alignment=UNALIGNED,
+)
+def sparse_mla_decode_fp8_kernel(
+    q_ptr,
+    stride_q_token,
+    stride_q_head,
+    cache_ptr,
+    stride_page,
+    page_size,
+    page_inverse,
+    page_shift,
+    num_slots,
+    indices_ptr,
+    stride_indices,
+    topk,
+    length_ptr,
+    stride_length,
+    sink_ptr,
+    table_ptr,
+    stride_table,
+    table_rows,
+    positions_ptr,
+    stride_positions,
+    lse_ptr,
+    partial_out_ptr,
+    partial_max_ptr,
+    partial_sum_ptr,
+    data_ptr,
+    sf_ptr,
+    scale_ptr,
+    stride_data_token,
+    stride_data_group,
+    stride_sf_token,
+    stride_sf_group,
+    stride_sf_word,
+    padding_rows,
+    num_tokens,
+    num_heads,
+    num_splits,
+    num_items,
+    num_programs,
+    sm_scale,
+    sm_scale_ptr,
+    v_scale,
+    v_scale_ptr,
+    HEAD_BLOCKS: gl.constexpr,
+    FULL_TILES: gl.constexpr,
+    IS_SPLIT: gl.constexpr,
+    HAS_SM_SCALE: gl.constexpr,
+    HAS_V_SCALE: gl.constexpr,
+    HAS_ROPE: gl.constexpr,
+    HALF_PAIRING: gl.constexpr,
+    HAS_SINK: gl.constexpr,
+    HAS_LENGTH: gl.constexpr,
+    FORMAT: gl.constexpr,
+    KIND: gl.constexpr,
+    GROUP: gl.constexpr,
+    F: gl.constexpr,
+    CHUNK32: gl.constexpr,
+    AMAX_FLOOR: gl.constexpr,
+):
+    """Work items (split, 64 heads of one token) at a stride of the grid. Grid: (programs,).
+
+    ``q_ptr`` points at int32 words; strides of the query and of pages count 16 bytes.
+
+    Barriers (producer -> consumer): ``codes_ready`` copies of the dequantisation -> score and
+    dequantisation, ``codes_free`` score -> dequantisation, ``k_ready`` dequantisation -> output,
+    ``k_free`` output -> dequantisation, ``p_ready`` score -> output, ``p_free`` output -> score,
+    ``factor_ready`` score -> output, ``factor_free`` output -> score.
+    """
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    CODES: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    TAIL_CODES: gl.constexpr = gl.NVMMASharedLayout(64, 8, 2)
+    k_even = gl.allocate_shared_memory(gl.bfloat16, [_NUM_PIECES, BLOCK_N, 128], TILE)
+    k_odd = gl.allocate_shared_memory(gl.bfloat16, [_NUM_PIECES, BLOCK_N, 128], TILE)
+    # An allocation a unit, so that none waits for the reads of another.
+    words = (
+        gl.allocate_shared_memory(gl.int32, [2, BLOCK_N, 32], WORDS_OF_UNIT),
+        gl.allocate_shared_memory(gl.int32, [2, BLOCK_N, 32], WORDS_OF_UNIT),
+        gl.allocate_shared_memory(gl.int32, [2, BLOCK_N, 32], WORDS_OF_UNIT),
+        gl.allocate_shared_memory(gl.int32, [2, BLOCK_N, 32], WORDS_OF_UNIT),
+    )
+    codes = (
+        words[0]._reinterpret(gl.float8e4nv, [2, BLOCK_N, 128], CODES),
+        words[1]._reinterpret(gl.float8e4nv, [2, BLOCK_N, 128], CODES),
+        words[2]._reinterpret(gl.float8e4nv, [2, BLOCK_N, 128], CODES),
+        words[3]._reinterpret(gl.float8e4nv, [2, BLOCK_N, 128], CODES),
+    )
+    tail_words = words[0]
+    tail_codes = codes[0]
+    q_tail_smem = codes[0].index(0)
+    if has_tail(FORMAT):
+        tail_words = gl.allocate_shared_memory(gl.int32, [2, BLOCK_N, 16], WORDS_OF_TAIL)
+        tail_codes = tail_words._reinterpret(gl.float8e4nv, [2, BLOCK_N, 64], TAIL_CODES)
+        q_tail_smem = gl.allocate_shared_memory(gl.float8e4nv, [BLOCK_H, 64], TAIL_CODES)
+    p_smem = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, BLOCK_N], TILE)
+    alpha_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_H], ROW)
+    mask_smem = gl.allocate_shared_memory(gl.int8, [4, BLOCK_N], ROW)
+    factor_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_H], ROW)
+    codes_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    codes_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    k_ready = gl.allocate_shared_memory(gl.int64, [_NUM_PIECES, 1], BARRIER)
+    k_free = gl.allocate_shared_memory(gl.int64, [_NUM_PIECES, 1], BARRIER)
+    p_ready = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    p_free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    factor_ready = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    factor_free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    for i in gl.static_range(2):
+        mbarrier.init(codes_ready.index(i), count=129)
+        mbarrier.init(codes_free.index(i), count=1)
+    for i in gl.static_range(_NUM_PIECES):
+        mbarrier.init(k_ready.index(i), count=1)
+        mbarrier.init(k_free.index(i), count=1)
+    mbarrier.init(p_ready, count=1)
+    mbarrier.init(p_free, count=2)
+    mbarrier.init(factor_ready, count=1)
+    mbarrier.init(factor_free, count=2)
+    pool = (
+        cache_ptr,
+        stride_page,
+        page_size,
+        page_inverse,
+        page_shift,
+        num_slots,
+        indices_ptr,
+        stride_indices,
+        topk,
+        length_ptr,
+        stride_length,
+    )
+    if HAS_SM_SCALE:
+        sm_scale = gl.load(sm_scale_ptr)
+    if HAS_V_SCALE:
+        v_scale = gl.load(v_scale_ptr)
+    query = (q_ptr, stride_q_token, stride_q_head)
+    rope = (table_ptr, stride_table, table_rows, positions_ptr, stride_positions)
+    target = (
+        data_ptr,
+        sf_ptr,
+        scale_ptr,
+        stride_data_token,
+        stride_data_group,
+        stride_sf_token,
+        stride_sf_group,
+        stride_sf_word,
+        padding_rows,
+    )
+    gl.warp_specialize(
+        [
+            (
+                fp8_score_role,
+                (
+                    codes,
+                    tail_codes,
+                    q_tail_smem,
+                    p_smem,
+                    alpha_smem,
+                    mask_smem,
+                    factor_smem,
+                    codes_ready,
+                    codes_free,
+                    p_ready,
+                    p_free,
+                    factor_ready,
+                    factor_free,
+                    pool,
+                    sink_ptr,
+                    lse_ptr,
+                    partial_max_ptr,
+                    partial_sum_ptr,
+                    num_tokens,
+                    num_heads,
+                    num_items,
+                    num_programs,
+                    num_splits,
+                    sm_scale * LOG2_E,
+                    v_scale,
+                    HEAD_BLOCKS,
+                    IS_SPLIT,
+                    HAS_SINK,
+                    HAS_LENGTH,
+                    FORMAT,
+                ),
+            ),
+            (
+                output_role,
+                (
+                    k_even,
+                    k_odd,
+                    p_smem,
+                    alpha_smem,
+                    factor_smem,
+                    k_ready,
+                    k_free,
+                    p_ready,
+                    # Weights are multiplied as soon as they are stored.
+                    p_ready,
+                    p_free,
+                    factor_ready,
+                    factor_free,
+                    pool,
+                    pool,
+                    rope,
+                    target,
+                    partial_out_ptr,
+                    v_scale,
+                    num_tokens,
+                    num_heads,
+                    num_items,
+                    num_programs,
+                    num_splits,
+                    0,
+                    HEAD_BLOCKS,
+                    FULL_TILES,
+                    IS_SPLIT,
+                    HAS_ROPE and not has_tail(FORMAT),
+                    HALF_PAIRING,
+                    HAS_SINK,
+                    HAS_LENGTH,
+                    False,
+                    False,
+                    KIND,
+                    GROUP,
+                    F,
+                    CHUNK32,
+                    AMAX_FLOOR,
+                    0,
+                    _NUM_PIECES,
+                    False,
+                ),
+            ),
+            (
+                output_role,
+                (
+                    k_even,
+                    k_odd,
+                    p_smem,
+                    alpha_smem,
+                    factor_smem,
+                    k_ready,
+                    k_free,
+                    p_ready,
+                    p_ready,
+                    p_free,
+                    factor_ready,
+                    factor_free,
+                    pool,
+                    pool,
+                    rope,
+                    target,
+                    partial_out_ptr,
+                    v_scale,
+                    num_tokens,
+                    num_heads,
+                    num_items,
+                    num_programs,
+                    num_splits,
+                    1,
+                    HEAD_BLOCKS,
+                    FULL_TILES,
+                    IS_SPLIT,
+                    HAS_ROPE and not has_tail(FORMAT),
+                    HALF_PAIRING,
+                    HAS_SINK,
+                    HAS_LENGTH,
+                    False,
+                    False,
+                    KIND,
+                    GROUP,
+                    F,
+                    CHUNK32,
+                    AMAX_FLOOR,
+                    0,
+                    _NUM_PIECES,
+                    False,
+                ),
+            ),
+            (
+                fp8_dequant_role,
+                (
+                    query,
+                    pool,
+                    num_heads,
+                    num_items,
+                    num_programs,
+                    num_splits,
+                    words,
+                    tail_words,
+                    k_even,
+                    k_odd,
+                    mask_smem,
+                    codes_ready,
+                    codes_free,
+                    k_ready,
+                    k_free,
+                    HEAD_BLOCKS,
+                    IS_SPLIT,
+                    HAS_LENGTH,
+                    FORMAT,
+                    _NUM_PIECES,
+                ),
+            ),
+        ],
+        [4, 4, 4],
+        [OUTPUT_REGISTERS, OUTPUT_REGISTERS, _DEQUANT_REGISTERS],
+    )

@@ -1,0 +1,149 @@
+"""Score role of the Hopper decode kernel for FP8 queries: codes times codes, softmax.
+
+The FP8 matrix unit aligns the 32 products of a step, and the sum so far, to the largest of them and
+drops what is more than about 13 bits below it. A sum of all dimensions loses too much, so each unit
+of 128 dimensions has a sum of its own, and float32 adds them.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from mlacast.kernels.common.sm90_masks import any_marked, apply_mask
+from mlacast.kernels.common.sm90_rotation import opaque
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import has_tail, unit_count
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_softmax import (
+    finish_item,
+    publish_weights,
+    softmax,
+)
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import BLOCK_H, KEY_UNIT, work_range
+
+
+@gluon.jit
+def fp8_score_role(
+    codes,
+    tail_codes,
+    q_tail_smem,
+    p_smem,
+    alpha_smem,
+    mask_smem,
+    factor_smem,
+    codes_ready,
+    codes_free,
+    p_ready,
+    p_free,
+    factor_ready,
+    factor_free,
+    pool,
+    sink_ptr,
+    lse_ptr,
+    partial_max_ptr,
+    partial_sum_ptr,
+    num_tokens,
+    num_heads,
+    num_items,
+    num_programs,
+    num_splits,
+    score_scale_log2,
+    v_scale,
+    HEAD_BLOCKS: gl.constexpr,
+    IS_SPLIT: gl.constexpr,
+    HAS_SINK: gl.constexpr,
+    HAS_LENGTH: gl.constexpr,
+    FORMAT: gl.constexpr,
+):
+    """Scores and softmax of every work item; lse or the split's state to global memory.
+
+    ``codes`` (one [2, 64, 128] a unit) and ``tail_codes`` [2, 64, 64] are e4m3: two stages, in turn
+    the query of an item and its blocks of keys. Consumes ``codes_ready``, produces ``codes_free``,
+    per block ``p_ready`` and per item ``factor_ready``.
+    """
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
+    Q: gl.constexpr = gl.DotOperandLayout(0, S, 4)
+    ROW: gl.constexpr = gl.SliceLayout(1, S)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, S)
+    PARTIAL: gl.constexpr = gl.DistributedLinearLayout(
+        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
+    )
+    row = gl.arange(0, BLOCK_H, ROW)
+    score_scale = gl.full((BLOCK_H,), 0.0, gl.float32, ROW) + score_scale_log2
+    taken = 0
+    count = 0
+    item_phase = 0
+    for item in range(gl.program_id(0), num_items, num_programs):
+        token, _, num_blocks, _, _ = work_range(
+            item, num_splits, pool, pool, HEAD_BLOCKS, IS_SPLIT, HAS_LENGTH, False, False
+        )
+        stage = taken & 1
+        mbarrier.wait(codes_ready.index(stage), (taken >> 1) & 1)
+        query = (
+            codes[0].index(stage).load(Q),
+            codes[1].index(stage).load(Q),
+            codes[2].index(stage).load(Q),
+            codes[3].index(stage).load(Q),
+        )
+        if has_tail(FORMAT):
+            q_tail_smem.store(tail_codes.index(stage).load(Q))
+        mbarrier.arrive(codes_free.index(stage), count=1)
+        taken += 1
+        base = gl.full((BLOCK_H,), -float("inf"), gl.float32, ROW)
+        partial_sum = gl.full((BLOCK_H, 4), 0.0, gl.float32, PARTIAL)
+        for _ in range(num_blocks):
+            stage = taken & 1
+            mbarrier.wait(codes_ready.index(stage), (taken >> 1) & 1)
+            fence_async_shared()
+            s = gl.zeros((64, 64), gl.float32, S)
+            right = gl.zeros((64, 64), gl.float32, S)
+            keys = codes[0].index(stage).permute((1, 0))
+            s = warpgroup_mma(query[0], keys, s, use_acc=False, is_async=True)
+            keys = codes[1].index(stage).permute((1, 0))
+            right = warpgroup_mma(query[1], keys, right, use_acc=False, is_async=True)
+            for unit in gl.static_range(2, unit_count(FORMAT)):
+                s, right = warpgroup_mma_wait(0, deps=[s, right])
+                s += right
+                keys = codes[unit].index(stage).permute((1, 0))
+                right = warpgroup_mma(query[unit], keys, right, use_acc=False, is_async=True)
+            if has_tail(FORMAT):
+                keys = tail_codes.index(stage).permute((1, 0))
+                right = warpgroup_mma(q_tail_smem, keys, right, is_async=True)
+            mask = mask_smem.index(taken & 3)
+            masked = any_marked(mask)
+            s, right = warpgroup_mma_wait(0, deps=[s, right])
+            s += right
+            mbarrier.arrive(codes_free.index(stage), count=1)
+            taken += 1
+            if masked != 0:
+                s = apply_mask(s, mask, COLUMN)
+            p, alpha, base, partial_sum = softmax(s, base, partial_sum, score_scale, PARTIAL)
+            publish_weights(p, alpha, p_smem, alpha_smem, p_ready, p_free, count)
+            count += 1
+        finish_item(
+            base,
+            partial_sum,
+            item,
+            token,
+            opaque(row),
+            factor_smem,
+            factor_ready,
+            factor_free,
+            item_phase,
+            sink_ptr,
+            lse_ptr,
+            partial_max_ptr,
+            partial_sum_ptr,
+            num_tokens,
+            num_heads,
+            num_splits,
+            KEY_UNIT * v_scale,
+            HEAD_BLOCKS,
+            IS_SPLIT,
+            HAS_SINK,
+        )
+        if not IS_SPLIT:
+            item_phase ^= 1
