@@ -91,7 +91,7 @@ BARRIERS = {
     ("v4", "v4"): 27,
     ("v32", "v32"): 21,
     ("fp8_576", "fp8_576"): 21,
-    ("fp8_512", "fp8_512"): 15,
+    ("fp8_512", "fp8_512"): 19,
 }
 
 
@@ -131,4 +131,5 @@ def test_codes_are_multiplied_by_codes_without_spills(constants: dict[str, Any])
     # Two halves of the output, each two tiles over the 64 keys of a block.
     assert built.products == {"64x128": 2 * 2 * 64 // 16}
     assert built.copy_bits == {"128"}, "queries and keys travel in 16-byte pieces"
+    assert built.copy_barriers <= 8
     assert "F2FP.F16.E4M3" not in built.sass
