@@ -8,6 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from mlacast.kernels.common.sm90_order import held_back
 from mlacast.kernels.common.sm90_rotation import halves
 from mlacast.kernels.common.sm90_scaled_store import store_scaled_block
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_576_barriers import (
@@ -73,11 +74,12 @@ def output_role(
         token = tile // HEAD_BLOCKS
         num_blocks = block_count(row_length(length_ptr, stride_length, token, topk, HAS_LENGTH))
         o = gl.zeros((BLOCK_H, 256), gl.float32, OUT)
-        for _ in range(num_blocks):
+        for i in range(num_blocks):
             slot = next_slot(slot)
             mbarrier.wait(barriers.index(P_READY), count & 1)
             alpha = alpha_smem.load(ROW)
-            mbarrier.arrive(barriers.index(ALPHA_FREE), count=1)
+            # Only the final factors wait for that; the next rescale factors wait for P V.
+            mbarrier.arrive(barriers.index(ALPHA_FREE), count=1, pred=i == num_blocks - 1)
             o = o * alpha[:, None]
             # The last quarter in registers frees the weights' only buffer before P V is done.
             p = p_smem.slice(48, 16, dim=1).load(P)
@@ -95,12 +97,13 @@ def output_role(
         factor = alpha_smem.load(ROW)
         mbarrier.arrive(barriers.index(FACTOR_FREE), count=1)
         tile_phase ^= 1
-        alive = gl.where(factor == 0.0, 0, -1)
         row = token.to(gl.int64)
         head_start = (tile % HEAD_BLOCKS) * BLOCK_H
         padding = gl.where(token == num_tiles // HEAD_BLOCKS - 1, padding_rows, 0)
         left, right = halves(o, 256)
         for part in gl.static_range(2):
+            factor = held_back(factor)
+            alive = gl.where(factor == 0.0, 0, -1)
             store_scaled_block(
                 left if part == 0 else right,
                 factor,
