@@ -130,7 +130,8 @@ def test_portable_kernel_reads_chunk32_in_pieces_of_16_bytes(tmp_path: Path) -> 
 def test_tiles_fill_the_device() -> None:
     """8 groups of 1024 columns on 132 multiprocessors, as a model has them."""
     chosen = {
-        tokens: hopper.choose_variant(tokens, 1024, 8, 132) for tokens in (1, 64, 128, 256, 4096)
+        tokens: hopper.choose_variant(tokens, 1024, 8, 132, per_32=False)
+        for tokens in (1, 64, 128, 256, 4096)
     }
     tiles = {tokens: (one.block_m, one.block_n) for tokens, one in chosen.items()}
     assert tiles == {
@@ -141,8 +142,10 @@ def test_tiles_fill_the_device() -> None:
         4096: (128, 128),
     }
     # So wide that small tiles would only read the tokens more often, but not half empty.
-    assert hopper.choose_variant(64, 65536, 1, 132).block_n == 128
-    assert hopper.choose_variant(64, 65536, 1, 132).block_m == 64
+    wide = hopper.choose_variant(64, 65536, 1, 132, per_32=True)
+    assert (wide.block_m, wide.block_n, wide.loaders) == (64, 128, 1)
+    few = hopper.choose_variant(64, 1024, 8, 132, per_32=True)
+    assert (few.block_m, few.block_n, few.loaders) == (64, 64, 2)
 
 
 def _codes(rows: int) -> str:
@@ -154,7 +157,7 @@ def _codes(rows: int) -> str:
 
 
 @needs_gated_triton
-@pytest.mark.parametrize("variant", hopper._VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", (*hopper._VARIANTS, hopper._TWO_LOADERS), ids=str)
 @pytest.mark.parametrize("per_32", [True, False], ids=["per_32", "per_128"])
 def test_hopper_kernel_fits_and_multiplies_codes(per_32: bool, variant: hopper.Variant) -> None:
     constants = {

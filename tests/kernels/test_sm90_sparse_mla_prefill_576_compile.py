@@ -48,7 +48,7 @@ CASES = {
     "rotated-half-sink-bf16": (ROTATED, 12),
     "fused-chunk32-mxfp8": (CHUNKED, 4),
     "fused-nvfp4": (NVFP4, 4),
-    "rotated-half-sink-partial-nvfp4": (ROTATED | {"KIND": 5, "GROUP": 16}, 4),
+    "rotated-half-sink-partial-nvfp4": (ROTATED | {"KIND": 5, "GROUP": 16}, 8),
 }
 
 

@@ -18,16 +18,6 @@ def opaque(x):
 
 
 @gluon.jit
-def opaque_rows(LAYOUT: gl.constexpr):
-    """Rows 0..63 of an accumulator, ``opaque``.
-
-    A thread's two rows are 8 apart: one register is kept for both.
-    """
-    row = gl.arange(0, 64, LAYOUT)
-    return opaque(row & 0x37) | (row & 8)
-
-
-@gluon.jit
 def row_offset(row, stride):
     """``row * stride`` in 64 bits, ``row`` an int32.
 

@@ -12,8 +12,8 @@ from triton.experimental.gluon import language as gl
 
 from mlacast.kernels.common.sm90_nvfp4 import store_scale_bytes, to_nvfp4
 from mlacast.kernels.common.sm90_pack import pack_bf16, pack_e4m3
-from mlacast.kernels.common.sm90_quads import deal_max, max_of_neighbours, max_or_nan, undeal
-from mlacast.kernels.common.sm90_rotation import opaque, opaque_rows
+from mlacast.kernels.common.sm90_quads import deal_max, max_or_nan, undeal
+from mlacast.kernels.common.sm90_rotation import opaque
 from mlacast.kernels.common.sm90_store import (
     BF16,
     FLOAT32_MAX,
@@ -26,95 +26,42 @@ from mlacast.kernels.common.sm90_store import (
 
 BLOCK_H = gl.constexpr(64)
 
-# $0 = $1 / 448 for $1 from 1e-10 on: its product with the rounded 1 / 448, and one correction.
-_OVER_448 = gl.constexpr("""{
-.reg .f32 rest;
-mul.rn.f32 $0, $1, 0f3B124925;
-fma.rn.f32 rest, $0, 0fC3E00000, $1;
-fma.rn.f32 $0, rest, 0f3B124925, $0;
+# $0 = $1 / $2, where $3 is 1 / $2. An infinite $1 counts as the largest number. The remainder is
+# negated twice because that keeps the sign of a zero.
+_DIVIDE = gl.constexpr("""{
+.reg .f32 finite, rest;
+max.f32 finite, $1, 0fFF7FFFFF;
+min.f32 finite, finite, 0f7F7FFFFF;
+mul.rn.f32 $0, finite, $3;
+neg.f32 rest, finite;
+fma.rn.f32 rest, $0, $2, rest;
+neg.f32 rest, rest;
+fma.rn.f32 $0, rest, $3, $0;
 }""")
-
-# $0 = 1 / $1 where neither is subnormal or infinite; NaN stays NaN.
-_RECIPROCAL = gl.constexpr("""{
-.reg .f32 rest;
-rcp.approx.ftz.f32 $0, $1;
-neg.f32 rest, $1;
-fma.rn.f32 rest, rest, $0, 0f3F800000;
-fma.rn.f32 $0, $0, rest, $0;
-}""")
-
-
-@gluon.constexpr_function
-def _quotient(value, divisor, reciprocal):
-    """Instructions that divide ``value`` in place, given the reciprocal.
-
-    An infinite dividend counts as the largest number. The remainder is negated twice because that
-    keeps the sign of a zero.
-    """
-    return (
-        f"max.f32 finite, {value}, 0fFF7FFFFF; min.f32 finite, finite, 0f7F7FFFFF; "
-        f"mul.rn.f32 {value}, finite, {reciprocal}; neg.f32 rest, finite; "
-        f"fma.rn.f32 rest, {value}, {divisor}, rest; neg.f32 rest, rest; "
-        f"fma.rn.f32 {value}, rest, {reciprocal}, {value}; "
-    )
-
-
-@gluon.constexpr_function
-def _divide_program(GROUP):
-    """Divide a thread's 64 accumulators in place, one after the other.
-
-    ``$64``.. are the accumulators again, ``$128``.. their divisors, ``$192``.. the reciprocals. Of
-    smaller groups than 128 these are those that a lane was dealt, of two rows, and go to the quad
-    when they are needed: spread beforehand they would take 16 registers.
-    """
-    lines = ""
-    for first in range(0, 64, 16):
-        for row in (0, 2):
-            divisor, reciprocal = f"${128 + first + row}", f"${192 + first + row}"
-            if GROUP != 128:
-                for name, source in (("divisor", divisor), ("reciprocal", reciprocal)):
-                    lines += f"shfl.sync.idx.b32 {name}, {source}, {first // 16}, 0x1c1f, -1; "
-                divisor, reciprocal = "divisor", "reciprocal"
-            for step in range(0, 16, 4):
-                for place in (first + row + step, first + row + step + 1):
-                    lines += _quotient(f"${place}", divisor, reciprocal)
-    return f"{{ .reg .f32 finite, rest, divisor, reciprocal; {lines}}}"
-
-
-_DIVIDE_OPERANDS = gl.constexpr(",".join(["=f"] * 64 + [str(i) for i in range(64)] + ["f"] * 128))
 
 
 @gluon.jit
 def _paired(x, GROUP: gl.constexpr):
-    """View [64, 128] as [64, groups, steps of 8, lane, 2]; groups of 64 as two of 32 each."""
-    WIDTH: gl.constexpr = 32 if GROUP == 64 else GROUP
-    return gl.reshape(x, (BLOCK_H, 128 // WIDTH, WIDTH // 8, 4, 2))
+    """View [64, 128] as [64, groups, steps of 8, lane, 2]."""
+    return gl.reshape(x, (BLOCK_H, 128 // GROUP, GROUP // 8, 4, 2))
 
 
 @gluon.jit
 def _group_max(pairs, GROUP: gl.constexpr):
-    """Largest magnitudes: [64, 1] of groups of 128, in all lanes of a quad.
-
-    Of smaller groups [64, 4], dealt to the lanes: the n-th of 32 is in lane n, the n-th of 64 in
-    lanes 2n and 2n + 1.
-    """
+    """Largest magnitudes [64, 128 / GROUP]; with 4 groups, the n-th is in lane n of its quad."""
     by_lane = gl.reduce(gl.reduce(gl.abs(pairs), 4, max_or_nan), 2, max_or_nan)
-    if GROUP == 128:
-        return gl.reduce(by_lane, 2, max_or_nan)
-    else:
-        dealt = deal_max(by_lane)
-        return max_of_neighbours(dealt) if GROUP == 64 else dealt
+    return deal_max(by_lane) if GROUP == 32 else gl.reduce(by_lane, 2, max_or_nan)
 
 
 @gluon.jit
 def _spread(value, pairs, GROUP: gl.constexpr):
     """Repeat a number per head and group, placed as by ``_group_max``, over ``_paired`` columns."""
     BY_LANE: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, pairs.type.layout))
-    if GROUP == 128:
+    if GROUP == 32:
+        of_lanes = gl.convert_layout(undeal(value), BY_LANE, assert_trivial=True)
+    else:
         of_groups = gl.convert_layout(value, gl.SliceLayout(2, BY_LANE), assert_trivial=True)
         of_lanes = gl.expand_dims(of_groups, 2)
-    else:
-        of_lanes = gl.convert_layout(undeal(value), BY_LANE, assert_trivial=True)
     wide = gl.expand_dims(gl.expand_dims(of_lanes, 2), 4)
     return gl.broadcast(wide, pairs)[0]
 
@@ -144,12 +91,8 @@ def _store_rows(
     HEADS: gl.constexpr = F // 512
     CHUNK: gl.constexpr = 32 // PER_VALUE
     HEAD_STEP: gl.constexpr = CHUNK if CHUNK32 else 512 // PER_VALUE
-    head = head_start + opaque_rows(gl.SliceLayout(1, LAYOUT))
-    # What the lane decides of a column; the rest is the same in all threads.
-    OF_LANE: gl.constexpr = 12 if PER_VALUE == 8 else 24 // PER_VALUE
-    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
-    column = opaque(column & OF_LANE) & OF_LANE | (column & (127 - OF_LANE))
-    column += FIRST // PER_VALUE
+    head = head_start + opaque(gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT)))
+    column = FIRST // PER_VALUE + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     if CHUNK32:
         column = (column // CHUNK) * (HEADS * CHUNK) + column % CHUNK
     rows = (head // HEADS).to(gl.int64) * (stride_group // WORD) + (head % HEADS) * HEAD_STEP
@@ -177,13 +120,11 @@ def _store_scales(
     F: gl.constexpr,
     CHUNK32: gl.constexpr,
 ):
-    """Store one scale per head and block; [64, n], of blocks of 64 each twice."""
+    """Store one scale per head and block [64, 128 / GROUP]."""
     HEADS: gl.constexpr = F // 512
     LAYOUT: gl.constexpr = scales.type.layout
-    COPIES: gl.constexpr = 2 if GROUP == 64 else 1
-    head = head_start + opaque_rows(gl.SliceLayout(1, LAYOUT))
-    place = opaque(gl.arange(0, scales.shape[1], gl.SliceLayout(0, LAYOUT)))
-    block = FIRST // GROUP + place // COPIES
+    head = head_start + opaque(gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT)))
+    block = FIRST // GROUP + opaque(gl.arange(0, 128 // GROUP, gl.SliceLayout(0, LAYOUT)))
     within = head % HEADS
     group = (head // HEADS).to(gl.int64) * stride_group
     if KIND == FP8_UE8M0:
@@ -210,22 +151,10 @@ def _store_scales(
             offsets += (block * stride_word)[None, :]
         pointers = sf_ptr + row * stride_token
         stored = scales
-    if FULL_TILES and COPIES == 1:
+    if FULL_TILES:
         gl.store(pointers + offsets, stored)
-    elif FULL_TILES:
-        gl.store(pointers + offsets, stored, mask=(place % COPIES == 0)[None, :])
     else:
-        mask = (head < num_heads)[:, None] & (place % COPIES == 0)[None, :]
-        gl.store(pointers + offsets, stored, mask=mask)
-
-
-@gluon.jit
-def _in_place(value, pairs):
-    """Dealt numbers [64, 4] beside all ``_paired`` columns of the lane that has them."""
-    LANES: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, pairs.type.layout))
-    lanes = gl.convert_layout(value, gl.SliceLayout(1, LANES), assert_trivial=True)
-    wide = gl.expand_dims(gl.expand_dims(gl.expand_dims(lanes, 1), 2), 4)
-    return gl.broadcast(wide, pairs)[0]
+        gl.store(pointers + offsets, stored, mask=(head < num_heads)[:, None])
 
 
 @gluon.jit
@@ -234,27 +163,22 @@ def _divide(pairs, divisor, GROUP: gl.constexpr):
 
     One element after the other, so that intermediate results do not fill the registers.
     """
-    reciprocal = gl.inline_asm_elementwise(
-        _RECIPROCAL, "=&f,f", [divisor], dtype=gl.float32, is_pure=True, pack=1
-    )
-    if GROUP == 128:
-        divisors = _spread(divisor, pairs, GROUP)
-        reciprocals = _spread(reciprocal, pairs, GROUP)
-    else:
-        divisors = _in_place(divisor, pairs)
-        reciprocals = _in_place(reciprocal, pairs)
     return gl.inline_asm_elementwise(
-        _divide_program(GROUP),
-        _DIVIDE_OPERANDS,
-        [pairs, divisors, reciprocals],
+        _DIVIDE,
+        "=&f,f,f,f",
+        [
+            pairs,
+            _spread(divisor, pairs, GROUP),
+            _spread(gl.div_rn(1.0, divisor), pairs, GROUP),
+        ],
         dtype=gl.float32,
-        is_pure=False,
-        pack=64,
+        is_pure=True,
+        pack=1,
     )
 
 
 @gluon.jit
-def group_scales(
+def _scale_to_e4m3(
     x,
     factor,
     alive,
@@ -263,13 +187,9 @@ def group_scales(
     GROUP: gl.constexpr,
     AMAX_FLOOR: gl.constexpr,
 ):
-    """Scales of the groups of ``x * factor`` [64, 128].
+    """``x * factor`` [64, 128] over the scales of its groups, and these scales [64, 128 / GROUP].
 
     A group with a NaN has only NaN codes; an infinity takes the largest scale.
-
-    Returns:
-        what ``over_scales`` makes ``x * factor`` over scales from, columns and numbers of groups;
-        and the scales as they are stored, placed as by ``_group_max``.
     """
     if KIND == FP8_FLOAT32:
         x = (
@@ -291,15 +211,9 @@ def group_scales(
     has_nan = amax != amax
     floored = gl.maximum(amax, AMAX_FLOOR)
     if KIND == FP8_FLOAT32:
-        scale = gl.inline_asm_elementwise(
-            _OVER_448,
-            "=&f,f",
-            [gl.minimum(floored, FLOAT32_MAX)],
-            dtype=gl.float32,
-            is_pure=True,
-            pack=1,
-        )
+        scale = gl.div_rn(gl.minimum(floored, FLOAT32_MAX), 448.0)
         scale = gl.where(has_nan, float("nan"), scale)
+        ratio = _divide(pairs, scale, GROUP)
         stored = scale
     else:
         # The smallest power of two not below amax / 448: 448 is 1.75 * 2**8, so the exponent moves
@@ -310,21 +224,11 @@ def group_scales(
         # Dividing by a power of two is exact as a product; 2**-127 is a subnormal.
         inverse = gl.where(exponent == 254, 0x400000, (254 - exponent) << 23)
         inverse = gl.where(has_nan, 0x7FC00000, inverse).to(gl.float32, bitcast=True)
-        scale = inverse * per_head
+        ratio = pairs * _spread(inverse * per_head, pairs, GROUP)
         stored = exponent
         if KIND == FP8_FLOAT32_POW2:
             stored = (exponent << 23).to(gl.float32, bitcast=True)
-    return pairs, scale, stored
-
-
-@gluon.jit
-def over_scales(pairs, scale, KIND: gl.constexpr, GROUP: gl.constexpr):
-    """Numbers [64, 128] to be rounded to codes, from what ``group_scales`` returns."""
-    if KIND == FP8_FLOAT32:
-        ratio = _divide(pairs, scale, GROUP)
-    else:
-        ratio = pairs * _spread(scale, pairs, GROUP)
-    return gl.reshape(ratio, (BLOCK_H, 128))
+    return gl.reshape(ratio, (BLOCK_H, 128)), stored
 
 
 @gluon.jit
@@ -378,6 +282,17 @@ def store_scaled_block(
     elif KIND == NVFP4:
         per_head = gl.convert_layout(factor, COLUMN, assert_trivial=True)[:, None]
         words, left, right = to_nvfp4(x * per_head, alive, gl.load(scale_ptr), MASKED)
+        for part in gl.static_range(2):
+            store_scale_bytes(
+                left if part == 0 else right,
+                sf_ptr,
+                stride_sf_word + row,
+                padding_rows,
+                head_start,
+                num_heads,
+                FIRST + part * 64,
+                FULL_TILES,
+            )
         _store_rows(
             words,
             data_ptr,
@@ -390,23 +305,12 @@ def store_scaled_block(
             FULL_TILES,
             8,
         )
-        for part in gl.static_range(2):
-            store_scale_bytes(
-                left if part == 0 else right,
-                sf_ptr,
-                stride_sf_word + row,
-                padding_rows,
-                head_start,
-                num_heads,
-                FIRST + part * 64,
-                FULL_TILES,
-            )
     else:
         if KIND == FP8_TENSOR:
             per_head = gl.convert_layout(factor, COLUMN, assert_trivial=True)[:, None]
             ratio = x * per_head * gl.div_rn(1.0, gl.load(scale_ptr))
         else:
-            pairs, scale, scales = group_scales(x, factor, alive, MASKED, KIND, GROUP, AMAX_FLOOR)
+            ratio, scales = _scale_to_e4m3(x, factor, alive, MASKED, KIND, GROUP, AMAX_FLOOR)
             _store_scales(
                 scales,
                 sf_ptr,
@@ -423,21 +327,6 @@ def store_scaled_block(
                 F,
                 CHUNK32,
             )
-            ratio = over_scales(pairs, scale, KIND, GROUP)
-        _store_rows(
-            pack_e4m3(ratio, alive, MASKED),
-            data_ptr,
-            stride_data_group,
-            head_start,
-            num_heads,
-            FIRST,
-            F,
-            CHUNK32,
-            FULL_TILES,
-            4,
-        )
-        if KIND != FP8_TENSOR:
-            # Last, where the registers of the block are free.
             for padding in range(padding_rows):
                 _store_scales(
                     gl.zeros_like(scales),
@@ -455,3 +344,15 @@ def store_scaled_block(
                     F,
                     CHUNK32,
                 )
+        _store_rows(
+            pack_e4m3(ratio, alive, MASKED),
+            data_ptr,
+            stride_data_group,
+            head_start,
+            num_heads,
+            FIRST,
+            F,
+            CHUNK32,
+            FULL_TILES,
+            4,
+        )

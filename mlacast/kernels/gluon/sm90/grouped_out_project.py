@@ -68,6 +68,8 @@ _VARIANTS = (
     Variant(64, 128, 6, "steps"),
     Variant(64, 64, 8, "steps"),
 )
+# For few tokens and scales per 32 features, whose load role takes longer than their consumers.
+_TWO_LOADERS = Variant(64, 64, 8, "steps", loaders=2)
 # Multiprocessors of ten that may not idle.
 _BUSY_TENTHS = 9
 
@@ -79,15 +81,18 @@ def count_tiles(variant: Variant, num_tokens: int, num_columns: int, num_groups:
 
 
 def choose_variant(
-    num_tokens: int, num_columns: int, num_groups: int, multiprocessors: int
+    num_tokens: int, num_columns: int, num_groups: int, multiprocessors: int, per_32: bool
 ) -> Variant:
-    """The largest tile that still gives most multiprocessors one."""
-    for variant in _VARIANTS:
+    """The largest tile that still gives most multiprocessors one.
+
+    ``per_32`` says that either side has scales per 32 features.
+    """
+    for variant in _VARIANTS[:-1]:
         is_tall = num_tokens <= variant.block_m - 64
         tiles = count_tiles(variant, num_tokens, num_columns, num_groups)
         if not is_tall and 10 * tiles >= _BUSY_TENTHS * multiprocessors:
             return variant
-    return _VARIANTS[-1]
+    return _TWO_LOADERS if per_32 else _VARIANTS[-1]
 
 
 @gluon.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=("sf_ptr", "weight_sf_ptr"))
@@ -267,8 +272,6 @@ def _launch(
     groups, columns, features = weight[1].shape
     tokens = out.num_tokens
     multiprocessors = num_multiprocessors(out.data.device)
-    if variant is None:
-        variant = choose_variant(tokens, columns, groups, multiprocessors)
     target = store_target(out)
     launches = Launches(weight[0].device, target)
     sf, numbers = target.tensors["sf_ptr"], target.numbers
@@ -277,6 +280,9 @@ def _launch(
     # Its columns are those of the weights.
     rows = launches.inside(weight[0], weight[1].transpose(0, 1))
     x_bytes, weight_bytes = sf.dtype == torch.int32, scales.dtype == torch.int32
+    if variant is None:
+        per_32 = x_bytes or weight_bytes
+        variant = choose_variant(tokens, columns, groups, multiprocessors, per_32)
     tiles = count_tiles(variant, tokens, columns, groups)
     launches.launch(
         project_kernel,
