@@ -157,8 +157,14 @@ def _codes(rows: int) -> str:
 
 
 @needs_gated_triton
-@pytest.mark.parametrize("variant", (*hopper._VARIANTS, hopper._TWO_LOADERS), ids=str)
-@pytest.mark.parametrize("per_32", [True, False], ids=["per_32", "per_128"])
+@pytest.mark.parametrize(
+    ("variant", "per_32"),
+    [
+        (hopper._TWO_LOADERS, True),
+        *((variant, per_32) for variant in hopper._VARIANTS for per_32 in (True, False)),
+    ],
+    ids=str,
+)
 def test_hopper_kernel_fits_and_multiplies_codes(per_32: bool, variant: hopper.Variant) -> None:
     constants = {
         "STEPS": 32,
