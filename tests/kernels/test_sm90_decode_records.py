@@ -51,11 +51,13 @@ def _assert_same(halves: Words, expected: NDArray[np.float64]) -> None:
 @pytest.mark.parametrize(("unit", "lane"), UNIT_AND_LANE)
 def test_e2m1_times_e4m3_is_exact_for_every_code_and_scale(unit: int, lane: int) -> None:
     from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import (
+        _E4M3_FIRST,
+        _E4M3_SECOND,
         _e2m1_program,
         _numbers_of_e4m3,
     )
 
-    constants = [np.uint32(0x7F007F00), np.uint32(0x5B005B00)]
+    constants = [np.uint32(number) for number in (_E4M3_FIRST.value, _E4M3_SECOND.value)]
     (multipliers,) = run(_numbers_of_e4m3(unit), 1, [_in_word(SCALES, unit, lane), *constants])
     scale = _decoded(SCALES, "e4m3")
     for byte in range(4):
@@ -76,11 +78,12 @@ def test_e2m1_times_e4m3_is_exact_for_every_code_and_scale(unit: int, lane: int)
 @pytest.mark.parametrize(("unit", "lane"), UNIT_AND_LANE)
 def test_e4m3_times_ue8m0_is_rounded_once(unit: int, lane: int) -> None:
     from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import (
+        _INFINITE_CODES,
         _e4m3_program,
         _powers_of_ue8m0,
     )
 
-    limit = np.uint32(0x00C700C7)
+    limit = np.uint32(_INFINITE_CODES.value)
     (multipliers,) = run(_powers_of_ue8m0(unit), 1, [_in_word(SCALES, unit, lane), limit])
     expected = _decoded(CODES, "e4m3")
     # The NaN code is not recognised: it reads 480.

@@ -261,12 +261,16 @@ def _times_2_to_minus_64(words):
     )
 
 
+# Operands of the two programs below, which PTX takes in registers only, each twice in a word: the
+# first ue8m0 code that becomes infinite; 2**127 and 2**55, whose product no bfloat16 holds.
+_INFINITE_CODES = gl.constexpr(0x00C700C7)
+_E4M3_FIRST = gl.constexpr(0x7F007F00)
+_E4M3_SECOND = gl.constexpr(0x5B005B00)
+
+
 @gluon.constexpr_function
 def _powers_of_ue8m0(UNIT):
-    """Both codes of a unit, in the word that has them, to 2**(code - 127 + 56); above 198 infinity.
-
-    The minimum is an operand because PTX takes no constant there.
-    """
+    """Both codes of a unit, in the word that has them, to 2**(code - 127 + 56), or infinity."""
     return f"""{{
         .reg .b32 t;
         prmt.b32 t, $1, 0, {"0x4342" if UNIT % 2 else "0x4140"};
@@ -302,7 +306,7 @@ def _unit_multipliers(scales, UNIT: gl.constexpr, FORMAT: gl.constexpr):
         return gl.inline_asm_elementwise(
             _numbers_of_e4m3(UNIT),
             "=r,r,r,r",
-            [words, 0x7F007F00, 0x5B005B00],
+            [words, _E4M3_FIRST, _E4M3_SECOND],
             dtype=gl.int32,
             is_pure=True,
             pack=1,
@@ -311,7 +315,7 @@ def _unit_multipliers(scales, UNIT: gl.constexpr, FORMAT: gl.constexpr):
         return gl.inline_asm_elementwise(
             _powers_of_ue8m0(UNIT),
             "=r,r,r",
-            [words, 0x00C700C7],
+            [words, _INFINITE_CODES],
             dtype=gl.int32,
             is_pure=True,
             pack=1,
