@@ -59,10 +59,13 @@ class Part:
 
 
 def parts_of(examples: int, processes: int, seed: int) -> list[Part]:
-    """Processes that together draw ``examples`` calls of each subject, and interpreted ones."""
+    """Processes that together draw ``examples`` calls of each subject, and interpreted ones.
+
+    Interpreted kernels are slow, so their parts come first.
+    """
     share = -(-examples // processes)
-    natural = [Part(share, seed + at, False) for at in range(processes)]
-    return [*natural, Part(examples, seed + processes, True)]
+    interpreted = [Part(share, seed + processes + at, True) for at in range(processes)]
+    return interpreted + [Part(share, seed + at, False) for at in range(processes)]
 
 
 def main(arguments: list[str] | None = None) -> int:

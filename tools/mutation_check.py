@@ -138,16 +138,25 @@ def try_fault(fault: Fault, tree: Path, device: str, timeout: float, named_only:
     return outcome("broken", f"pytest said {status}: {output[-400:]}")
 
 
-def control(faults: Sequence[Fault], tree: Path, timeout: float) -> str:
-    """Run all named tests without a fault; what failed, or "" if nothing did."""
-    tests = sorted({test for fault in faults for test in fault.tests})
-    interpreted = [test for test in tests if "_interpreted.py" in test]
-    for part in (interpreted, [test for test in tests if test not in interpreted]):
-        if part:
-            status, output = run_tests(tree, part, 10 * timeout)
-            if status != _PASSED:
-                return first_failure(output) or output[-400:]
-    return ""
+def control(faults: Sequence[Fault], trees: Sequence[Path], timeout: float) -> str:
+    """Run all named tests without a fault, a process for each file; what failed, or ""."""
+    by_file: dict[str, set[str]] = {}
+    for test in (test for fault in faults for test in fault.tests):
+        by_file.setdefault(test.partition("::")[0], set()).add(test)
+    free: queue.Queue[Path] = queue.Queue()
+    for tree in trees:
+        free.put(tree)
+
+    def one(tests: set[str]) -> str:
+        tree = free.get()
+        try:
+            status, output = run_tests(tree, sorted(tests), 10 * timeout)
+        finally:
+            free.put(tree)
+        return "" if status == _PASSED else first_failure(output) or output[-400:]
+
+    with ThreadPoolExecutor(max_workers=len(trees)) as pool:
+        return "; ".join(filter(None, pool.map(one, by_file.values())))
 
 
 def try_all(
@@ -161,13 +170,13 @@ def try_all(
     named_only: bool,
 ) -> list[Outcome]:
     """Try the faults in ``jobs`` copies of the repository below ``folder``."""
+    copies = [folder / str(number) for number in range(min(jobs, len(faults)))]
     trees: queue.Queue[Path] = queue.Queue()
-    for number in range(min(jobs, len(faults))):
-        tree = folder / str(number)
+    for tree in copies:
         shutil.copytree(ROOT, tree, ignore=LEFT_OUT)
         trees.put(tree)
     if with_control:
-        failed = control(faults, folder / "0", timeout)
+        failed = control(faults, copies, timeout)
         if failed:
             return [Outcome("control", "broken", 0.0, f"without any fault: {failed}")]
 

@@ -16,6 +16,7 @@ import mlacast
 from mlacast.dispatch.impls import IMPLS
 from mlacast.dispatch.select import load
 from mlacast.ops.output import from_arguments, prepare_output
+from mlacast.ops.project_weights import as_bytes
 from tests.fuzz.attention import Precision
 from tests.fuzz.draw import Draw
 
@@ -205,7 +206,7 @@ def _project(launch: Any, arguments: dict[str, Any]) -> Any:
     dtype = torch.float32 if weight.dtype.itemsize == 1 else weight.dtype
     projected = torch.full((out.num_tokens, *weight.shape[:-1]), 7.0, dtype=dtype)
     if projected.numel():
-        launch(out, weight, arguments.get("weight_sf"), projected=projected)
+        launch(out, weight, as_bytes(arguments.get("weight_sf")), projected=projected)
     return projected
 
 

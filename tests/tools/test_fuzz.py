@@ -15,11 +15,10 @@ def test_parts_share_the_calls_and_have_seeds_of_their_own() -> None:
     parts = fuzz.parts_of(1001, 3, 50)
     natural = [part for part in parts if not part.interpreted]
     assert sum(part.examples for part in natural) >= 1001
-    assert sorted(part.seed for part in parts) == [50, 51, 52, 53]
-    assert [part.interpreted for part in parts].count(True) == 1
-    assert parts[-1].interpreted and parts[-1].variables["MLACAST_FUZZ_EXAMPLES"] == str(
-        parts[-1].examples
-    )
+    interpreted = [part for part in parts if part.interpreted]
+    assert sum(part.examples for part in interpreted) >= 1001
+    assert len({part.seed for part in parts}) == len(parts) == 6
+    assert {part.variables["MLACAST_FUZZ_EXAMPLES"] for part in parts} == {"334"}
 
 
 @pytest.mark.parametrize(

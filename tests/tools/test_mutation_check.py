@@ -108,7 +108,7 @@ def test_a_fault_that_ends_the_process_is_killed(tree: Path) -> None:
 def test_tests_that_fail_without_a_fault_are_no_proof(tree: Path) -> None:
     (tree / "sums.py").write_text("def add(a, b):\n    return 0\n")
     fault = _fault("return 0", "return 1", "test_sums.py")
-    assert mutation_check.control([fault], tree, 60.0) == "test_sums.py::test_add"
+    assert mutation_check.control([fault], [tree], 60.0) == "test_sums.py::test_add"
 
 
 def test_every_file_has_a_wider_set() -> None:
