@@ -241,8 +241,7 @@ def draw_weights(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Weights, their scales or None, and what they mean in float64."""
     kinds = ["float32", "float16", "bfloat16", "blocks"]
-    # The portable kernels read four scales at a time; dispatch keeps the others from them.
-    if features % (BLOCK if under.interpreted else GROUP) == 0:
+    if features % GROUP == 0:
         kinds += ["bytes"]
     if features % BLOCK == 0:
         kinds += ["words", "words_mn"]

@@ -7,16 +7,19 @@ output is a float32 one there.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import mlacast
-from mlacast.dispatch.impls import IMPLS
+from mlacast.dispatch.impls import IMPLS, Impl
 from mlacast.dispatch.select import load
+from mlacast.ops.grouped_out_project import required_features as required_for_groups
 from mlacast.ops.output import from_arguments, prepare_output
 from mlacast.ops.project_weights import as_bytes
+from mlacast.ops.quantized_linear import required_features as required_for_linear
 from tests.fuzz.attention import Precision
 from tests.fuzz.draw import Draw
 
@@ -67,9 +70,13 @@ class Under:
         return getattr(mlacast, op)(**arguments, backend=self.backend)
 
 
+def _impl(op: str) -> Impl:
+    (impl,) = (impl for impl in IMPLS if impl.op == op and impl.backend == "triton")
+    return impl
+
+
 def _portable(op: str) -> Any:
-    (target,) = (impl.target for impl in IMPLS if impl.op == op and impl.backend == "triton")
-    return load(target)
+    return load(_impl(op).target)
 
 
 def _place(
@@ -201,12 +208,23 @@ def _v_up(launch: Any, arguments: dict[str, Any]) -> Any:
     return result
 
 
-def _project(launch: Any, arguments: dict[str, Any]) -> Any:
+_NEEDED: dict[str, Any] = {
+    "grouped_out_project": required_for_groups,
+    "quantized_linear": required_for_linear,
+}
+
+
+def _project(op: str, launch: Any, arguments: dict[str, Any]) -> Any:
     out, weight = arguments["out"], arguments["weight"]
+    weight_sf = as_bytes(arguments.get("weight_sf"))
+    needed = _NEEDED[op](out, weight, weight_sf, "head")
+    if not needed <= _impl(op).features:
+        # Dispatch keeps such a call from the launcher, which does not look again.
+        return getattr(mlacast, op)(**arguments, backend="reference")
     dtype = torch.float32 if weight.dtype.itemsize == 1 else weight.dtype
     projected = torch.full((out.num_tokens, *weight.shape[:-1]), 7.0, dtype=dtype)
     if projected.numel():
-        launch(out, weight, as_bytes(arguments.get("weight_sf")), projected=projected)
+        launch(out, weight, weight_sf, projected=projected)
     return projected
 
 
@@ -227,8 +245,8 @@ _INTERPRETED: dict[str, Any] = {
     "dense_mla_prefill": _dense_prefill,
     "merge_attention_states": _merge,
     "v_up_project": _v_up,
-    "grouped_out_project": _project,
-    "quantized_linear": _project,
+    "grouped_out_project": partial(_project, "grouped_out_project"),
+    "quantized_linear": partial(_project, "quantized_linear"),
     "kv_cache_append": _append,
     "kv_cache_gather": _gather,
 }
