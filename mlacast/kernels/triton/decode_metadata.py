@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from mlacast.kernels.common.dependents import after_previous_kernel, overlaps_launches
 from mlacast.kernels.common.launch import Launches
 
 # Requests that a program holds, and its warps: three variants whatever the batch.
@@ -26,6 +27,7 @@ def _decode_metadata_kernel(
     topk,
     overhead,
     HAS_TOPK: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
     """Plan all requests. Grid: (1,).
@@ -34,6 +36,7 @@ def _decode_metadata_kernel(
     starts at ``position`` reaches ``position + payload``; requests that end at or before that are
     finished.
     """
+    after_previous_kernel(PDL)
     request = tl.arange(0, BLOCK_B)
     inside = request < batch
     length = tl.load(lengths_ptr + request.to(tl.int64) * stride_length, mask=inside, other=0)
@@ -91,6 +94,7 @@ def launch_decode_metadata(
     batch = lengths.shape[0]
     block_b, num_warps = next(size for size in _SIZES if batch <= size[0])
     launches = Launches(lengths.device)
+    overlaps = overlaps_launches(lengths.device)
     launches.launch(
         _decode_metadata_kernel,
         (1,),
@@ -103,8 +107,10 @@ def launch_decode_metadata(
         0 if topk is None else topk,
         overhead,
         HAS_TOPK=topk is not None,
+        PDL=overlaps,
         BLOCK_B=block_b,
         num_warps=num_warps,
         enable_fp_fusion=False,
+        launch_pdl=overlaps,
     )
     return launches

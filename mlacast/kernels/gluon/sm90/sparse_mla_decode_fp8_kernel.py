@@ -8,6 +8,7 @@ halves of the output in ``_output``, which the kernel for other queries has as w
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_fp8_dequant import (
     WORDS_OF_TAIL,
@@ -151,6 +152,9 @@ def sparse_mla_decode_fp8_kernel(
     mbarrier.init(p_free, count=2)
     mbarrier.init(factor_ready, count=1)
     mbarrier.init(factor_free, count=2)
+    # Until here the kernel before this one may run: kernels/common/dependents.py.
+    gdc_wait()
+    gdc_launch_dependents()
     pool = (
         cache_ptr,
         stride_page,

@@ -7,6 +7,7 @@ Dequantisation is in ``sparse_mla_decode_dequant`` and ``_records``, scores and 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_dequant import dequant_role
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_output import output_role
@@ -21,7 +22,7 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import BLOCK_H, BLOCK_N,
 
 # The outputs take 160 registers a thread, the dequantisation DEQUANT_REGISTERS, the scores what is
 # left of 512.
-OPTIONS = {"num_warps": 4, "maxnreg": 128}
+OPTIONS = {"num_warps": 4, "maxnreg": 128, "launch_pdl": True}
 OUTPUT_REGISTERS = gl.constexpr(160)
 
 
@@ -208,6 +209,9 @@ def sparse_mla_decode_kernel(
     mbarrier.init(p_free, count=2)
     mbarrier.init(factor_ready, count=1)
     mbarrier.init(factor_free, count=2)
+    # Until here the kernel before this one may run: kernels/common/dependents.py.
+    gdc_wait()
+    gdc_launch_dependents()
     pool = (
         cache_ptr,
         stride_page,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.sm90_store import output_scale, store_rows
@@ -199,7 +199,8 @@ def merge_splits_kernel(
     way at a time. A split without keys has the sum 0, the maximum -inf and a partial of zeros,
     written like any other.
 
-    PDL: launched ahead of the end of the kernel that writes the partials, which was not.
+    PDL: launched ahead of the end of the kernel that writes the partials, which starts no dependent
+    before the end of what was launched before it.
     """
     THREADS: gl.constexpr = gl.num_warps() * 32 // BLOCK_H
     LANES: gl.constexpr = min(THREADS, 32)
@@ -228,6 +229,7 @@ def merge_splits_kernel(
         position = gl.load(positions_ptr + token * stride_positions).to(gl.int64)
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
 
     states = _load_states(partials, row, step, 0, num_splits, d, AHEAD)
     parts, maxima, sums = states

@@ -11,6 +11,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.descriptors.rope import Rope
@@ -30,7 +31,7 @@ from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
 )
 
 # 3 * 160 + 32 registers a thread use up the register file.
-OPTIONS = {"num_warps": 4, "maxnreg": 128}
+OPTIONS = {"num_warps": 4, "maxnreg": 128, "launch_pdl": True}
 _COMPUTE_REGISTERS = gl.constexpr(160)
 _GATHER_REGISTERS = gl.constexpr(32)
 
@@ -112,6 +113,9 @@ def sparse_mla_prefill_kernel(
         mbarrier.init(p_go.index(i), count=1)
         mbarrier.init(p_free.index(i), count=2)
     num_tiles = num_tokens * HEAD_BLOCKS
+    # Until here the kernel before this one may run: kernels/common/dependents.py.
+    gdc_wait()
+    gdc_launch_dependents()
     gl.warp_specialize(
         [
             (

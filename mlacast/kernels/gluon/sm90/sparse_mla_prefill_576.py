@@ -13,6 +13,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.descriptors.rope import Rope
@@ -36,7 +37,7 @@ from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
 )
 
 # The default partition (scores) gets what the others leave of 512 registers for four threads: 168.
-OPTIONS = {"num_warps": 4, "maxnreg": 128}
+OPTIONS = {"num_warps": 4, "maxnreg": 128, "launch_pdl": True}
 _OUTPUT_REGISTERS = gl.constexpr(160)
 _GATHER_REGISTERS = gl.constexpr(24)
 
@@ -104,6 +105,9 @@ def sparse_mla_prefill_576_kernel(
     barriers = gl.allocate_shared_memory(gl.int64, [NUM_BARRIERS, 1], mbarrier.MBarrierLayout())
     init_barriers(barriers)
     num_tiles = num_tokens * HEAD_BLOCKS
+    # Until here the kernel before this one may run: kernels/common/dependents.py.
+    gdc_wait()
+    gdc_launch_dependents()
     gl.warp_specialize(
         [
             (
