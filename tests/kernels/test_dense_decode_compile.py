@@ -61,7 +61,7 @@ def test_the_dense_decode(configuration: gates.Configuration, tmp_path: Path) ->
 @pytest.mark.parametrize("size", decode_metadata._SIZES, ids=lambda size: str(size[0]))
 def test_the_scheduler(size: tuple[int, int], tmp_path: Path) -> None:
     block_b, num_warps = size
-    constants: dict[str, Any] = {"HAS_TOPK": True, "BLOCK_B": block_b}
+    constants: dict[str, Any] = {"HAS_TOPK": True, "PDL": True, "BLOCK_B": block_b}
     names = PLANNER.arg_names
     signature = {
         name: "constexpr" if name in constants else "*i32" if name.endswith("_ptr") else "i32"
