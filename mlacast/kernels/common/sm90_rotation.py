@@ -18,6 +18,16 @@ def opaque(x):
 
 
 @gluon.jit
+def opaque_rows(LAYOUT: gl.constexpr):
+    """Rows 0..63 of an accumulator, ``opaque``.
+
+    A thread's two rows are 8 apart: one register is kept for both.
+    """
+    row = gl.arange(0, 64, LAYOUT)
+    return opaque(row & 0x37) | (row & 8)
+
+
+@gluon.jit
 def row_offset(row, stride):
     """``row * stride`` in 64 bits, ``row`` an int32.
 
@@ -36,6 +46,19 @@ def row_offset(row, stride):
         )
     else:
         return row.to(gl.int64) * stride
+
+
+@gluon.jit
+def aligned_offset(row, stride):
+    """``row_offset`` where what is stored there leaves in wide pieces.
+
+    The compiler still sees that the product is a multiple of what the stride is a multiple of.
+    """
+    # A zero that only ptxas sees through: nothing before it can compute with the sum ahead of time.
+    zero = gl.inline_asm_elementwise(
+        "mov.b32 $0, 0;", "=r,r", [row], dtype=gl.int32, is_pure=False, pack=1
+    )
+    return row.to(gl.int64) * (stride + zero * 16)
 
 
 @gluon.jit

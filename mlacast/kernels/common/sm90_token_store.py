@@ -6,10 +6,11 @@ Same formats and bits as ``mlacast.kernels.common.store``; heads are 128 wide.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from mlacast.kernels.common.sm90_division import reciprocal
 from mlacast.kernels.common.sm90_nvfp4 import swizzled_row, to_nvfp4
 from mlacast.kernels.common.sm90_pack import pack_bf16, pack_e4m3
 from mlacast.kernels.common.sm90_rotation import opaque
-from mlacast.kernels.common.sm90_scaled_store import _scale_to_e4m3
+from mlacast.kernels.common.sm90_scaled_store import group_scales, over_scales
 from mlacast.kernels.common.sm90_store import BF16, FP8_TENSOR, FP8_UE8M0, NVFP4
 
 BLOCK_ROWS = gl.constexpr(64)
@@ -63,7 +64,10 @@ def _store_scale_rows(
     sf_ptr, stride_token, stride_group, stride_word, row_start, tiles, _, _ = rows_of_scales
     LAYOUT: gl.constexpr = scales.type.layout
     local = opaque(gl.arange(0, BLOCK_ROWS, gl.SliceLayout(1, LAYOUT)))
-    block = FIRST + opaque(gl.arange(0, scales.shape[1], gl.SliceLayout(0, LAYOUT)))
+    # Scales of 64 values are there, and stored, twice.
+    COPIES: gl.constexpr = 2 if GROUP == 64 else 1
+    place = opaque(gl.arange(0, scales.shape[1], gl.SliceLayout(0, LAYOUT)))
+    block = FIRST + place // COPIES
     mask = ((local >= first) & (local < stop))[:, None]
     if KIND == NVFP4:
         in_row = swizzled_row(row_start + token + local, tiles)
@@ -165,7 +169,7 @@ def store_token_block(
     if KIND == BF16:
         _store_values(pack_bf16(x * per_row, alive, True), target, token, skipped, head, 1, CHUNK32)
     elif KIND == FP8_TENSOR:
-        ratio = x * per_row * gl.div_rn(1.0, gl.load(scale_ptr))
+        ratio = x * per_row * reciprocal(gl.load(scale_ptr))
         _store_values(pack_e4m3(ratio, alive, True), target, token, skipped, head, 4, CHUNK32)
     elif KIND == NVFP4:
         words, left, right = to_nvfp4(x * per_row, alive, gl.load(scale_ptr), True)
@@ -173,6 +177,7 @@ def store_token_block(
         _store_scales(right, target, token, skipped, head, 4, KIND, GROUP, CHUNK32)
         _store_values(words, target, token, skipped, head, 8, CHUNK32)
     else:
-        ratio, scales = _scale_to_e4m3(x, factor, alive, True, KIND, GROUP, AMAX_FLOOR)
+        pairs, scale, scales = group_scales(x, factor, alive, True, KIND, GROUP, AMAX_FLOOR)
         _store_scales(scales, target, token, skipped, head, 0, KIND, GROUP, CHUNK32)
+        ratio = over_scales(pairs, scale, KIND, GROUP)
         _store_values(pack_e4m3(ratio, alive, True), target, token, skipped, head, 4, CHUNK32)

@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from mlacast.kernels.common.sm90_order import awaited
 from mlacast.kernels.common.sm90_rescale import rescale
 from mlacast.kernels.common.sm90_rotation import opaque
 from mlacast.kernels.common.sm90_token_store import store_token_block
@@ -46,30 +47,6 @@ _MASK = gl.constexpr(
     + "DONE: }"
 )
 _MASK_OPERANDS = gl.constexpr(",".join(["=f"] * 64 + [str(i) for i in range(64)] + ["r"] * 64))
-
-# Sums of weights are never negative, but the compiler does not know. $2, $3: the sums again.
-_AWAIT = gl.constexpr("""{
-.reg .f32 smaller;
-.reg .pred never;
-min.f32 smaller, $2, $3;
-setp.lt.f32 never, smaller, 0f00000000;
-vote.sync.any.pred never, never, 0xffffffff;
-@!never bra DONE;
-nanosleep.u32 32;
-DONE:
-}""")
-
-
-@gluon.jit
-def _await(partial_sum):
-    """Partial sums as they are, once they are there: what follows stays behind the softmax.
-
-    ptxas would otherwise move the wait for the product with the values before the softmax that is
-    to run beside it.
-    """
-    return gl.inline_asm_elementwise(
-        _AWAIT, "=f,=f,0,1", [partial_sum], dtype=gl.float32, is_pure=False, pack=2
-    )
 
 
 @gluon.jit
@@ -188,7 +165,8 @@ def attend_role(
             last += BLOCK_N
             s = _mask(s, last)
             p, alpha, base, partial_sum = _softmax(s, base, partial_sum, scale_log2, PARTIAL)
-            partial_sum = _await(partial_sum)
+            # The wait for the product with the values would else move before this softmax.
+            partial_sum = awaited(partial_sum)
             o = warpgroup_mma_wait(0, deps=[o])
             mbarrier.arrive(v_free.index(v_stage), count=1)
             o = rescale(o, alpha, 64)

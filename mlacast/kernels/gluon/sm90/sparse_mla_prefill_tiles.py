@@ -13,6 +13,10 @@ BLOCK_N = gl.constexpr(64)
 NUM_SLOTS = gl.constexpr(3)
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
+# Numbers of rows that the score role hands on, each for even and odd blocks: rescale factors, and
+# at the end of a tile the sums and maxima. One array: a thread keeps one address.
+TOTAL = gl.constexpr(2)
+MAXIMUM = gl.constexpr(4)
 
 # Counts and strides that vary while serving must not pick another variant of the kernel.
 VARYING = [
@@ -52,6 +56,15 @@ def next_slot(slot):
 def next_phase(slot, phase):
     """Phase of the slot after ``slot``: it flips when the ring wraps."""
     return gl.where(slot == NUM_SLOTS - 1, phase ^ 1, phase)
+
+
+@gluon.jit
+def next_place(place):
+    """Place after ``place``: bits 0 and 1 are a slot, bit 2 its phase; the others stay.
+
+    One register for what ``next_slot`` and ``next_phase`` have in two.
+    """
+    return gl.where((place & 3) == NUM_SLOTS - 1, place ^ (4 | (NUM_SLOTS - 1)), place + 1)
 
 
 @gluon.jit
