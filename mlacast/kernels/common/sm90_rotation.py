@@ -17,14 +17,27 @@ def opaque(x):
     return value & 0xFF
 
 
+# A row of an accumulator from what is the same in a warp: its quads have neighbouring ones.
+_ROW_OF_QUAD = gl.constexpr("""{
+.reg .b32 quad;
+mov.u32 quad, %laneid;
+shr.u32 quad, quad, 2;
+or.b32 $0, quad, $1;
+}""")
+
+
 @gluon.jit
 def opaque_rows(LAYOUT: gl.constexpr):
-    """Rows 0..63 of an accumulator, ``opaque``.
+    """Rows 0..63 of an accumulator, ``opaque``: of a thread two, 8 apart.
 
-    A thread's two rows are 8 apart: one register is kept for both.
+    They come from the thread's lane where they are needed, so that no register keeps them.
     """
-    row = gl.arange(0, 64, LAYOUT)
-    return opaque(row & 0x37) | (row & 8)
+    ACCUMULATOR: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    row = gl.arange(0, 64, gl.SliceLayout(1, ACCUMULATOR))
+    rows = gl.inline_asm_elementwise(
+        _ROW_OF_QUAD, "=r,r", [row & 0x38], dtype=gl.int32, is_pure=False, pack=1
+    )
+    return gl.convert_layout(rows & 0x3F, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from mlacast.kernels.common.sm90_order import awaited
 from mlacast.kernels.common.sm90_rescale import rescale
-from mlacast.kernels.common.sm90_rotation import opaque
+from mlacast.kernels.common.sm90_rotation import opaque_rows, row_offset
 from mlacast.kernels.common.sm90_token_store import store_token_block
 from mlacast.kernels.gluon.sm90.dense_mla_prefill_tiles import (
     BLOCK_M,
@@ -118,7 +118,6 @@ def attend_role(
     buffers, barriers, turns, target, lse_ptr, num_rows, scale_log2 = rows
     q_smem, k_smem, v_smem, words_smem = buffers
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
-    local_row = gl.arange(0, BLOCK_M, ROW)
     count = 0
     tile = 0
     turn = 0
@@ -136,7 +135,7 @@ def attend_role(
         partial_sum = gl.full((BLOCK_M, 4), 0.0, gl.float32, PARTIAL)
         o = gl.zeros((BLOCK_M, 128), gl.float32, S)
         # The last key that a row sees, counted from the first of the block.
-        last = gl.minimum(opaque(local_row) + diagonal, num_keys - 1) - (num_blocks - 1) * BLOCK_N
+        last = gl.minimum(opaque_rows(ROW) + diagonal, num_keys - 1) - (num_blocks - 1) * BLOCK_N
         if num_blocks * BLOCK_N > num_keys:
             # The end of the sequence was copied by threads, not by the copy engine.
             mbarrier.wait(v_ready.index(count % STAGES), (count // STAGES) & 1)
@@ -189,8 +188,8 @@ def attend_role(
         token = read_word(words, SEQUENCE_START) + first_row
         # Rows before the sequence belong to the one before it.
         skipped = -first_row
-        local = opaque(local_row)
-        gl.store(lse_ptr + head.to(gl.int64) * num_rows + token + local, lse, mask=local >= skipped)
+        local = opaque_rows(ROW)
+        gl.store(lse_ptr + row_offset(head, num_rows) + token + local, lse, mask=local >= skipped)
         store_token_block(
             o, factor, alive, target, token, skipped, head, KIND, GROUP, CHUNK32, AMAX_FLOOR
         )
