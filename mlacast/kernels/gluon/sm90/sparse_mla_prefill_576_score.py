@@ -145,8 +145,8 @@ def score_role(
     )
     slot = 0
     phase = 0
+    # Blocks; bit 30 is the parity of tiles, which shares the register.
     count = 0
-    tile_phase = 0
     first_token = gl.program_id(0) // HEAD_BLOCKS
     if HAS_ROPE:
         pairs, other = split_pairs(gl.zeros((BLOCK_H, 64), gl.bfloat16, Q), HALF_PAIRING)
@@ -184,7 +184,7 @@ def score_role(
         s = _start_scores(barriers, query, k_smem.index(slot), tail_smem, S)
         masked = any_marked(mask_smem.index(slot))
         # The rescale factors of this tile come where the final factors of the last one are.
-        mbarrier.wait(barriers.index(FACTOR_FREE), tile_phase ^ 1)
+        mbarrier.wait(barriers.index(FACTOR_FREE), (count >> 30) ^ 1)
         running_max = gl.full((BLOCK_H,), -float("inf"), gl.float32, ROW)
         partial_sum = gl.full((BLOCK_H, 4), 0.0, gl.float32, PARTIAL)
         s = warpgroup_mma_wait(0, deps=[s])
@@ -235,10 +235,10 @@ def score_role(
             # An empty row keeps the factor 0: -inf - (-inf) would be NaN.
             shifted = gl.where(empty, 0.0, sink - lse)
             factor = gl.where(sink == float("inf"), 0.0, factor / (1.0 + gl.exp(shifted)))
-        mbarrier.wait(barriers.index(ALPHA_FREE), tile_phase)
+        mbarrier.wait(barriers.index(ALPHA_FREE), count >> 30)
         alpha_smem.store(factor)
         mbarrier.arrive(barriers.index(FACTOR_READY), count=1)
-        tile_phase ^= 1
+        count ^= 1 << 30
         head = (tile % HEAD_BLOCKS) * BLOCK_H + opaque_rows(ROW)
         target = row_offset(token, num_heads)
         if FULL_TILES:
