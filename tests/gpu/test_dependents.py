@@ -100,13 +100,13 @@ def test_one_graph_of_all_rounds(chain: Chain, expected: list[Tensor]) -> None:
 
 def test_a_graph_whose_kernel_has_two_predecessors(chain: Chain, expected: list[Tensor]) -> None:
     """The query comes from another stream, and a fill, no kernel of ours, stands in front."""
-    side: Any = torch.cuda.Stream()
+    side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         main = torch.cuda.current_stream()
         side.wait_stream(main)
         with torch.cuda.stream(side):
-            torch.cuda._sleep(200_000)
+            torch.cuda._sleep(200_000)  # type: ignore[no-untyped-call]
             chain.q.copy_(chain.queries[1])
         chain.latent.copy_(chain.latents[1])
         mlacast.kv_cache_append(chain.latent, chain.slots, chain.cache, FORMAT)

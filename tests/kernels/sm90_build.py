@@ -78,6 +78,11 @@ class Build:
         return set(re.findall(r"LDGSTS\.E(?:\.\w+)*?\.(\d+) ", self.sass))
 
     @property
+    def wide_stores(self) -> dict[str, int]:
+        """Stores of 8 or 16 bytes a thread, by their bits."""
+        return dict(collections.Counter(re.findall(r"\bSTG\.E\.(64|128) ", self.sass)))
+
+    @property
     def copy_barriers(self) -> int:
         """Barriers of the role with the most asynchronous copies."""
         roles = re.split("USETMAXREG", self.sass)

@@ -1,4 +1,4 @@
-"""A Gluon kernel around the storing epilogue of the Hopper kernels, and its launch.
+"""Gluon kernels around parts of the Hopper kernels, the storing epilogue and divisions; launches.
 
 The bodies of kernels are another language in Python's clothes, hence no type checks in this file.
 """
@@ -10,6 +10,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 import mlacast
+from mlacast.kernels.common.sm90_division import (
+    normal_reciprocal,
+    over_6,
+    over_448,
+    quotient,
+    reciprocal,
+)
 from mlacast.kernels.common.sm90_rotation import halves
 from mlacast.kernels.common.sm90_scaled_store import store_scaled_block
 from mlacast.kernels.common.targets import store_target
@@ -124,3 +131,34 @@ def store_scaled(x: Tensor, factor: Tensor, out: mlacast.QuantizedTensor, masked
         store_scaled_block_kernel[(tokens, -(-heads // 64))](
             x, factor, *target.tensors.values(), *numbers, heads, **constants, **OPTIONS
         )
+
+
+@gluon.jit
+def divide_kernel(x_ptr, y_ptr, out_ptr, count, WAY: gl.constexpr):
+    """A division of float32 numbers by its name in ``sm90_division``. Grid: (ceil(count / 1024),).
+
+    ``y_ptr`` are the divisors of ``quotient``; the others have none.
+    """
+    place = gl.program_id(0).to(gl.int64) * 1024
+    place += gl.arange(0, 1024, gl.BlockedLayout([4], [32], [4], [0]))
+    inside = place < count
+    x = gl.load(x_ptr + place, mask=inside, other=1.0)
+    if WAY == "quotient":
+        out = quotient(x, gl.load(y_ptr + place, mask=inside, other=1.0))
+    elif WAY == "reciprocal":
+        out = reciprocal(x)
+    elif WAY == "normal_reciprocal":
+        out = normal_reciprocal(x)
+    elif WAY == "over_448":
+        out = over_448(x)
+    else:
+        out = over_6(x)
+    gl.store(out_ptr + place, out, mask=inside)
+
+
+def divide(way: str, x: Tensor, y: Tensor) -> Tensor:
+    """Run a division of ``sm90_division`` on float32 numbers [n]."""
+    out = torch.empty_like(x)
+    grid = (-(-x.numel() // 1024),)
+    divide_kernel[grid](x, y, out, x.numel(), way, **OPTIONS)
+    return out

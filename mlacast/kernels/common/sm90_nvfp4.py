@@ -7,6 +7,7 @@ conversion to e2m1, so codes are made by one float32 addition, whose rounding is
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from mlacast.kernels.common.sm90_division import over_6, quotient
 from mlacast.kernels.common.sm90_quads import deal_max, max_or_nan, undeal
 from mlacast.kernels.common.sm90_rotation import opaque
 
@@ -117,13 +118,13 @@ def _scale_bytes(amax, global_scale):
     A multiplier is NaN for a group that has a NaN, and zero under the scale zero.
     """
     has_nan = amax != amax
-    wanted = gl.minimum(global_scale * gl.div_rn(amax, 6.0), 448.0)
+    wanted = gl.minimum(global_scale * over_6(amax), 448.0)
     byte = wanted.to(gl.float8e4nv).to(gl.uint8, bitcast=True).to(gl.int32)
     byte = gl.where(has_nan, 0x7F, byte)
     # The codes match the stored scale. Moved up by seven bits it is the float16 of 2**-8 times its
     # value.
     decoded = (byte << 7).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32) * 256.0
-    multiplier = gl.div_rn(global_scale, gl.where(byte == 0, 1.0, decoded))
+    multiplier = quotient(global_scale, gl.where(byte == 0, 1.0, decoded))
     multiplier = gl.where(byte == 0, 0.0, multiplier)
     return byte, gl.where(has_nan, float("nan"), multiplier)
 

@@ -61,6 +61,12 @@ def deal_max(x):
 
 
 @gluon.jit
+def max_of_neighbours(x):
+    """Dealt maxima [64, 4] of groups, each with that of the group beside it: lanes in pairs."""
+    return max_or_nan(x, _from_partner(x, 1))
+
+
+@gluon.jit
 def undeal(x):
     """Numbers [64, 4] as ``deal_max`` leaves them, in every lane: [64, 4, lane]."""
     even = gl.join(_from_lane(x, 0), _from_lane(x, 2))

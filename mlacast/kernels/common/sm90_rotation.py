@@ -17,6 +17,29 @@ def opaque(x):
     return value & 0xFF
 
 
+# A row of an accumulator from what is the same in a warp: its quads have neighbouring ones.
+_ROW_OF_QUAD = gl.constexpr("""{
+.reg .b32 quad;
+mov.u32 quad, %laneid;
+shr.u32 quad, quad, 2;
+or.b32 $0, quad, $1;
+}""")
+
+
+@gluon.jit
+def opaque_rows(LAYOUT: gl.constexpr):
+    """Rows 0..63 of an accumulator, ``opaque``: of a thread two, 8 apart.
+
+    They come from the thread's lane where they are needed, so that no register keeps them.
+    """
+    ACCUMULATOR: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    row = gl.arange(0, 64, gl.SliceLayout(1, ACCUMULATOR))
+    rows = gl.inline_asm_elementwise(
+        _ROW_OF_QUAD, "=r,r", [row & 0x38], dtype=gl.int32, is_pure=False, pack=1
+    )
+    return gl.convert_layout(rows & 0x3F, LAYOUT, assert_trivial=True)
+
+
 @gluon.jit
 def row_offset(row, stride):
     """``row * stride`` in 64 bits, ``row`` an int32.
@@ -36,6 +59,19 @@ def row_offset(row, stride):
         )
     else:
         return row.to(gl.int64) * stride
+
+
+@gluon.jit
+def aligned_offset(row, stride):
+    """``row_offset`` where what is stored there leaves in wide pieces.
+
+    The compiler still sees that the product is a multiple of what the stride is a multiple of.
+    """
+    # A zero that only ptxas sees through: nothing before it can compute with the sum ahead of time.
+    zero = gl.inline_asm_elementwise(
+        "mov.b32 $0, 0;", "=r,r", [row], dtype=gl.int32, is_pure=False, pack=1
+    )
+    return row.to(gl.int64) * (stride + zero * 16)
 
 
 @gluon.jit

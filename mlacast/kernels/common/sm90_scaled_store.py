@@ -10,10 +10,17 @@ every instruction here.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from mlacast.kernels.common.sm90_division import (
+    DIVISION_OPERANDS,
+    division_program,
+    normal_reciprocal,
+    over_448,
+    reciprocal,
+)
 from mlacast.kernels.common.sm90_nvfp4 import store_scale_bytes, to_nvfp4
 from mlacast.kernels.common.sm90_pack import pack_bf16, pack_e4m3
-from mlacast.kernels.common.sm90_quads import deal_max, max_or_nan, undeal
-from mlacast.kernels.common.sm90_rotation import opaque
+from mlacast.kernels.common.sm90_quads import deal_max, max_of_neighbours, max_or_nan, undeal
+from mlacast.kernels.common.sm90_rotation import aligned_offset, opaque, opaque_rows
 from mlacast.kernels.common.sm90_store import (
     BF16,
     FLOAT32_MAX,
@@ -26,42 +33,38 @@ from mlacast.kernels.common.sm90_store import (
 
 BLOCK_H = gl.constexpr(64)
 
-# $0 = $1 / $2, where $3 is 1 / $2. An infinite $1 counts as the largest number. The remainder is
-# negated twice because that keeps the sign of a zero.
-_DIVIDE = gl.constexpr("""{
-.reg .f32 finite, rest;
-max.f32 finite, $1, 0fFF7FFFFF;
-min.f32 finite, finite, 0f7F7FFFFF;
-mul.rn.f32 $0, finite, $3;
-neg.f32 rest, finite;
-fma.rn.f32 rest, $0, $2, rest;
-neg.f32 rest, rest;
-fma.rn.f32 $0, rest, $3, $0;
-}""")
-
 
 @gluon.jit
 def _paired(x, GROUP: gl.constexpr):
-    """View [64, 128] as [64, groups, steps of 8, lane, 2]."""
-    return gl.reshape(x, (BLOCK_H, 128 // GROUP, GROUP // 8, 4, 2))
+    """View [64, 128] as [64, groups, steps of 8, lane, 2]; groups of 64 as two of 32 each."""
+    WIDTH: gl.constexpr = 32 if GROUP == 64 else GROUP
+    return gl.reshape(x, (BLOCK_H, 128 // WIDTH, WIDTH // 8, 4, 2))
 
 
 @gluon.jit
 def _group_max(pairs, GROUP: gl.constexpr):
-    """Largest magnitudes [64, 128 / GROUP]; with 4 groups, the n-th is in lane n of its quad."""
+    """Largest magnitudes: [64, 1] of groups of 128, in all lanes of a quad.
+
+    Of smaller groups [64, 4], dealt to the lanes: the n-th of 32 is in lane n, the n-th of 64 in
+    lanes 2n and 2n + 1.
+    """
     by_lane = gl.reduce(gl.reduce(gl.abs(pairs), 4, max_or_nan), 2, max_or_nan)
-    return deal_max(by_lane) if GROUP == 32 else gl.reduce(by_lane, 2, max_or_nan)
+    if GROUP == 128:
+        return gl.reduce(by_lane, 2, max_or_nan)
+    else:
+        dealt = deal_max(by_lane)
+        return max_of_neighbours(dealt) if GROUP == 64 else dealt
 
 
 @gluon.jit
 def _spread(value, pairs, GROUP: gl.constexpr):
     """Repeat a number per head and group, placed as by ``_group_max``, over ``_paired`` columns."""
     BY_LANE: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, pairs.type.layout))
-    if GROUP == 32:
-        of_lanes = gl.convert_layout(undeal(value), BY_LANE, assert_trivial=True)
-    else:
+    if GROUP == 128:
         of_groups = gl.convert_layout(value, gl.SliceLayout(2, BY_LANE), assert_trivial=True)
         of_lanes = gl.expand_dims(of_groups, 2)
+    else:
+        of_lanes = gl.convert_layout(undeal(value), BY_LANE, assert_trivial=True)
     wide = gl.expand_dims(gl.expand_dims(of_lanes, 2), 4)
     return gl.broadcast(wide, pairs)[0]
 
@@ -91,11 +94,11 @@ def _store_rows(
     HEADS: gl.constexpr = F // 512
     CHUNK: gl.constexpr = 32 // PER_VALUE
     HEAD_STEP: gl.constexpr = CHUNK if CHUNK32 else 512 // PER_VALUE
-    head = head_start + opaque(gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT)))
+    head = head_start + opaque_rows(gl.SliceLayout(1, LAYOUT))
     column = FIRST // PER_VALUE + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     if CHUNK32:
         column = (column // CHUNK) * (HEADS * CHUNK) + column % CHUNK
-    rows = (head // HEADS).to(gl.int64) * (stride_group // WORD) + (head % HEADS) * HEAD_STEP
+    rows = aligned_offset(head // HEADS, stride_group // WORD) + (head % HEADS) * HEAD_STEP
     pointers = data_ptr + rows[:, None] + column[None, :]
     if FULL_TILES:
         gl.store(pointers, values)
@@ -120,11 +123,13 @@ def _store_scales(
     F: gl.constexpr,
     CHUNK32: gl.constexpr,
 ):
-    """Store one scale per head and block [64, 128 / GROUP]."""
+    """Store scales [64, n] of heads and blocks; those of blocks of 64 come, and leave, twice."""
     HEADS: gl.constexpr = F // 512
     LAYOUT: gl.constexpr = scales.type.layout
-    head = head_start + opaque(gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT)))
-    block = FIRST // GROUP + opaque(gl.arange(0, 128 // GROUP, gl.SliceLayout(0, LAYOUT)))
+    COPIES: gl.constexpr = 2 if GROUP == 64 else 1
+    head = head_start + opaque_rows(gl.SliceLayout(1, LAYOUT))
+    place = opaque(gl.arange(0, scales.shape[1], gl.SliceLayout(0, LAYOUT)))
+    block = FIRST // GROUP + place // COPIES
     within = head % HEADS
     group = (head // HEADS).to(gl.int64) * stride_group
     if KIND == FP8_UE8M0:
@@ -158,27 +163,39 @@ def _store_scales(
 
 
 @gluon.jit
+def _in_place(value, pairs):
+    """Dealt numbers [64, 4] beside all ``_paired`` columns of the lane that has them."""
+    LANES: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, pairs.type.layout))
+    lanes = gl.convert_layout(value, gl.SliceLayout(1, LANES), assert_trivial=True)
+    wide = gl.expand_dims(gl.expand_dims(gl.expand_dims(lanes, 1), 2), 4)
+    return gl.broadcast(wide, pairs)[0]
+
+
+@gluon.jit
 def _divide(pairs, divisor, GROUP: gl.constexpr):
     """IEEE quotients: a reciprocal per group, and one correction per element.
 
     One element after the other, so that intermediate results do not fill the registers.
     """
+    reciprocal = normal_reciprocal(divisor)
+    if GROUP == 128:
+        divisors = _spread(divisor, pairs, GROUP)
+        reciprocals = _spread(reciprocal, pairs, GROUP)
+    else:
+        divisors = _in_place(divisor, pairs)
+        reciprocals = _in_place(reciprocal, pairs)
     return gl.inline_asm_elementwise(
-        _DIVIDE,
-        "=&f,f,f,f",
-        [
-            pairs,
-            _spread(divisor, pairs, GROUP),
-            _spread(gl.div_rn(1.0, divisor), pairs, GROUP),
-        ],
+        division_program(GROUP),
+        DIVISION_OPERANDS,
+        [pairs, divisors, reciprocals],
         dtype=gl.float32,
-        is_pure=True,
-        pack=1,
+        is_pure=False,
+        pack=64,
     )
 
 
 @gluon.jit
-def _scale_to_e4m3(
+def group_scales(
     x,
     factor,
     alive,
@@ -187,9 +204,13 @@ def _scale_to_e4m3(
     GROUP: gl.constexpr,
     AMAX_FLOOR: gl.constexpr,
 ):
-    """``x * factor`` [64, 128] over the scales of its groups, and these scales [64, 128 / GROUP].
+    """Scales of the groups of ``x * factor`` [64, 128].
 
     A group with a NaN has only NaN codes; an infinity takes the largest scale.
+
+    Returns:
+        what ``over_scales`` makes ``x * factor`` over scales from, columns and numbers of groups;
+        and the scales as they are stored, placed as by ``_group_max``.
     """
     if KIND == FP8_FLOAT32:
         x = (
@@ -211,9 +232,8 @@ def _scale_to_e4m3(
     has_nan = amax != amax
     floored = gl.maximum(amax, AMAX_FLOOR)
     if KIND == FP8_FLOAT32:
-        scale = gl.div_rn(gl.minimum(floored, FLOAT32_MAX), 448.0)
+        scale = over_448(gl.minimum(floored, FLOAT32_MAX))
         scale = gl.where(has_nan, float("nan"), scale)
-        ratio = _divide(pairs, scale, GROUP)
         stored = scale
     else:
         # The smallest power of two not below amax / 448: 448 is 1.75 * 2**8, so the exponent moves
@@ -224,11 +244,21 @@ def _scale_to_e4m3(
         # Dividing by a power of two is exact as a product; 2**-127 is a subnormal.
         inverse = gl.where(exponent == 254, 0x400000, (254 - exponent) << 23)
         inverse = gl.where(has_nan, 0x7FC00000, inverse).to(gl.float32, bitcast=True)
-        ratio = pairs * _spread(inverse * per_head, pairs, GROUP)
+        scale = inverse * per_head
         stored = exponent
         if KIND == FP8_FLOAT32_POW2:
             stored = (exponent << 23).to(gl.float32, bitcast=True)
-    return gl.reshape(ratio, (BLOCK_H, 128)), stored
+    return pairs, scale, stored
+
+
+@gluon.jit
+def over_scales(pairs, scale, KIND: gl.constexpr, GROUP: gl.constexpr):
+    """Numbers [64, 128] to be rounded to codes, from what ``group_scales`` returns."""
+    if KIND == FP8_FLOAT32:
+        ratio = _divide(pairs, scale, GROUP)
+    else:
+        ratio = pairs * _spread(scale, pairs, GROUP)
+    return gl.reshape(ratio, (BLOCK_H, 128))
 
 
 @gluon.jit
@@ -282,17 +312,6 @@ def store_scaled_block(
     elif KIND == NVFP4:
         per_head = gl.convert_layout(factor, COLUMN, assert_trivial=True)[:, None]
         words, left, right = to_nvfp4(x * per_head, alive, gl.load(scale_ptr), MASKED)
-        for part in gl.static_range(2):
-            store_scale_bytes(
-                left if part == 0 else right,
-                sf_ptr,
-                stride_sf_word + row,
-                padding_rows,
-                head_start,
-                num_heads,
-                FIRST + part * 64,
-                FULL_TILES,
-            )
         _store_rows(
             words,
             data_ptr,
@@ -305,12 +324,23 @@ def store_scaled_block(
             FULL_TILES,
             8,
         )
+        for part in gl.static_range(2):
+            store_scale_bytes(
+                left if part == 0 else right,
+                sf_ptr,
+                stride_sf_word + row,
+                padding_rows,
+                head_start,
+                num_heads,
+                FIRST + part * 64,
+                FULL_TILES,
+            )
     else:
         if KIND == FP8_TENSOR:
             per_head = gl.convert_layout(factor, COLUMN, assert_trivial=True)[:, None]
-            ratio = x * per_head * gl.div_rn(1.0, gl.load(scale_ptr))
+            ratio = x * per_head * reciprocal(gl.load(scale_ptr))
         else:
-            ratio, scales = _scale_to_e4m3(x, factor, alive, MASKED, KIND, GROUP, AMAX_FLOOR)
+            pairs, scale, scales = group_scales(x, factor, alive, MASKED, KIND, GROUP, AMAX_FLOOR)
             _store_scales(
                 scales,
                 sf_ptr,
@@ -327,6 +357,21 @@ def store_scaled_block(
                 F,
                 CHUNK32,
             )
+            ratio = over_scales(pairs, scale, KIND, GROUP)
+        _store_rows(
+            pack_e4m3(ratio, alive, MASKED),
+            data_ptr,
+            stride_data_group,
+            head_start,
+            num_heads,
+            FIRST,
+            F,
+            CHUNK32,
+            FULL_TILES,
+            4,
+        )
+        if KIND != FP8_TENSOR:
+            # Last, where the registers of the block are free.
             for padding in range(padding_rows):
                 _store_scales(
                     gl.zeros_like(scales),
@@ -344,15 +389,3 @@ def store_scaled_block(
                     F,
                     CHUNK32,
                 )
-        _store_rows(
-            pack_e4m3(ratio, alive, MASKED),
-            data_ptr,
-            stride_data_group,
-            head_start,
-            num_heads,
-            FIRST,
-            F,
-            CHUNK32,
-            FULL_TILES,
-            4,
-        )

@@ -6,10 +6,16 @@ Same formats and bits as ``mlacast.kernels.common.store``; heads are 128 wide.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from mlacast.kernels.common.sm90_division import reciprocal
 from mlacast.kernels.common.sm90_nvfp4 import swizzled_row, to_nvfp4
 from mlacast.kernels.common.sm90_pack import pack_bf16, pack_e4m3
-from mlacast.kernels.common.sm90_rotation import opaque
-from mlacast.kernels.common.sm90_scaled_store import _scale_to_e4m3
+from mlacast.kernels.common.sm90_rotation import (
+    aligned_offset,
+    opaque,
+    opaque_rows,
+    row_offset,
+)
+from mlacast.kernels.common.sm90_scaled_store import group_scales, over_scales
 from mlacast.kernels.common.sm90_store import BF16, FP8_TENSOR, FP8_UE8M0, NVFP4
 
 BLOCK_ROWS = gl.constexpr(64)
@@ -29,10 +35,10 @@ def _store_values(
     WORD: gl.constexpr = 1 if PER_VALUE == 1 else 4
     if WORD == 4:
         data_ptr = data_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-    local = opaque(gl.arange(0, BLOCK_ROWS, gl.SliceLayout(1, LAYOUT)))
+    local = opaque_rows(gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     within = head % group_heads
-    start = (head // group_heads).to(gl.int64) * (stride_group // WORD)
+    start = aligned_offset(head // group_heads, stride_group // WORD)
     if CHUNK32:
         # In this order a head is 512 wide, and a head here a quarter of one.
         wide_heads = group_heads // 4
@@ -40,7 +46,7 @@ def _store_values(
         column = (column // CHUNK) * (wide_heads * CHUNK) + column % CHUNK
     else:
         start += within * COLUMNS
-    rows = (token + local).to(gl.int64) * (stride_token // WORD)
+    rows = aligned_offset(token + local, stride_token // WORD)
     pointers = data_ptr + start + rows[:, None] + column[None, :]
     gl.store(pointers, values, mask=(local >= skipped)[:, None])
 
@@ -62,8 +68,11 @@ def _store_scale_rows(
     _, rows_of_scales, _, group_heads = target
     sf_ptr, stride_token, stride_group, stride_word, row_start, tiles, _, _ = rows_of_scales
     LAYOUT: gl.constexpr = scales.type.layout
-    local = opaque(gl.arange(0, BLOCK_ROWS, gl.SliceLayout(1, LAYOUT)))
-    block = FIRST + opaque(gl.arange(0, scales.shape[1], gl.SliceLayout(0, LAYOUT)))
+    local = opaque_rows(gl.SliceLayout(1, LAYOUT))
+    # Scales of 64 values are there, and stored, twice.
+    COPIES: gl.constexpr = 2 if GROUP == 64 else 1
+    place = opaque(gl.arange(0, scales.shape[1], gl.SliceLayout(0, LAYOUT)))
+    block = FIRST + place // COPIES
     mask = ((local >= first) & (local < stop))[:, None]
     if KIND == NVFP4:
         in_row = swizzled_row(row_start + token + local, tiles)
@@ -77,19 +86,19 @@ def _store_scale_rows(
             index = ((within % 4) * 4 + block) * wide_heads + within // 4
         else:
             index = within * (128 // GROUP) + block
-        rows = (token + local).to(gl.int64) * stride_token
-        start = (head // group_heads).to(gl.int64) * stride_group
+        rows = row_offset(token + local, stride_token)
+        start = row_offset(head // group_heads, stride_group)
         if KIND == FP8_UE8M0:
             # Scale ``index`` of a group is byte index % 4 of word index // 4.
             bytes_ptr = sf_ptr.to(gl.pointer_type(gl.uint8), bitcast=True)
-            in_column = (start + (index // 4).to(gl.int64) * stride_word) * 4 + index % 4
+            in_column = (start + row_offset(index // 4, stride_word)) * 4 + index % 4
             pointers = bytes_ptr + rows[:, None] * 4 + in_column[None, :]
             gl.store(pointers, scales.to(gl.uint8), mask=mask)
             # The last head of a group also zeroes the rest of its last word.
             count = group_heads * (128 // GROUP)
             rest = gl.where(within == group_heads - 1, (4 - count % 4) % 4, 0)
             for byte in range(rest):
-                last = (start + (count // 4).to(gl.int64) * stride_word) * 4 + count % 4 + byte
+                last = (start + row_offset(count // 4, stride_word)) * 4 + count % 4 + byte
                 unused = bytes_ptr + rows * 4 + last
                 gl.store(
                     unused,
@@ -97,7 +106,7 @@ def _store_scale_rows(
                     mask=(local >= first) & (local < stop),
                 )
         else:
-            in_column = start + index.to(gl.int64) * stride_word
+            in_column = start + row_offset(index, stride_word)
             gl.store(sf_ptr + rows[:, None] + in_column[None, :], scales, mask=mask)
 
 
@@ -165,7 +174,7 @@ def store_token_block(
     if KIND == BF16:
         _store_values(pack_bf16(x * per_row, alive, True), target, token, skipped, head, 1, CHUNK32)
     elif KIND == FP8_TENSOR:
-        ratio = x * per_row * gl.div_rn(1.0, gl.load(scale_ptr))
+        ratio = x * per_row * reciprocal(gl.load(scale_ptr))
         _store_values(pack_e4m3(ratio, alive, True), target, token, skipped, head, 4, CHUNK32)
     elif KIND == NVFP4:
         words, left, right = to_nvfp4(x * per_row, alive, gl.load(scale_ptr), True)
@@ -173,6 +182,7 @@ def store_token_block(
         _store_scales(right, target, token, skipped, head, 4, KIND, GROUP, CHUNK32)
         _store_values(words, target, token, skipped, head, 8, CHUNK32)
     else:
-        ratio, scales = _scale_to_e4m3(x, factor, alive, True, KIND, GROUP, AMAX_FLOOR)
+        pairs, scale, scales = group_scales(x, factor, alive, True, KIND, GROUP, AMAX_FLOOR)
         _store_scales(scales, target, token, skipped, head, 0, KIND, GROUP, CHUNK32)
+        ratio = over_scales(pairs, scale, KIND, GROUP)
         _store_values(pack_e4m3(ratio, alive, True), target, token, skipped, head, 4, CHUNK32)

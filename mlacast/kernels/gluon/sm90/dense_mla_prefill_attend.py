@@ -9,8 +9,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from mlacast.kernels.common.sm90_order import awaited
 from mlacast.kernels.common.sm90_rescale import rescale
-from mlacast.kernels.common.sm90_rotation import opaque
+from mlacast.kernels.common.sm90_rotation import opaque_rows, row_offset
 from mlacast.kernels.common.sm90_token_store import store_token_block
 from mlacast.kernels.gluon.sm90.dense_mla_prefill_tiles import (
     BLOCK_M,
@@ -46,30 +47,6 @@ _MASK = gl.constexpr(
     + "DONE: }"
 )
 _MASK_OPERANDS = gl.constexpr(",".join(["=f"] * 64 + [str(i) for i in range(64)] + ["r"] * 64))
-
-# Sums of weights are never negative, but the compiler does not know. $2, $3: the sums again.
-_AWAIT = gl.constexpr("""{
-.reg .f32 smaller;
-.reg .pred never;
-min.f32 smaller, $2, $3;
-setp.lt.f32 never, smaller, 0f00000000;
-vote.sync.any.pred never, never, 0xffffffff;
-@!never bra DONE;
-nanosleep.u32 32;
-DONE:
-}""")
-
-
-@gluon.jit
-def _await(partial_sum):
-    """Partial sums as they are, once they are there: what follows stays behind the softmax.
-
-    ptxas would otherwise move the wait for the product with the values before the softmax that is
-    to run beside it.
-    """
-    return gl.inline_asm_elementwise(
-        _AWAIT, "=f,=f,0,1", [partial_sum], dtype=gl.float32, is_pure=False, pack=2
-    )
 
 
 @gluon.jit
@@ -141,7 +118,6 @@ def attend_role(
     buffers, barriers, turns, target, lse_ptr, num_rows, scale_log2 = rows
     q_smem, k_smem, v_smem, words_smem = buffers
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
-    local_row = gl.arange(0, BLOCK_M, ROW)
     count = 0
     tile = 0
     turn = 0
@@ -159,7 +135,7 @@ def attend_role(
         partial_sum = gl.full((BLOCK_M, 4), 0.0, gl.float32, PARTIAL)
         o = gl.zeros((BLOCK_M, 128), gl.float32, S)
         # The last key that a row sees, counted from the first of the block.
-        last = gl.minimum(opaque(local_row) + diagonal, num_keys - 1) - (num_blocks - 1) * BLOCK_N
+        last = gl.minimum(opaque_rows(ROW) + diagonal, num_keys - 1) - (num_blocks - 1) * BLOCK_N
         if num_blocks * BLOCK_N > num_keys:
             # The end of the sequence was copied by threads, not by the copy engine.
             mbarrier.wait(v_ready.index(count % STAGES), (count // STAGES) & 1)
@@ -188,7 +164,8 @@ def attend_role(
             last += BLOCK_N
             s = _mask(s, last)
             p, alpha, base, partial_sum = _softmax(s, base, partial_sum, scale_log2, PARTIAL)
-            partial_sum = _await(partial_sum)
+            # The wait for the product with the values would else move before this softmax.
+            partial_sum = awaited(partial_sum)
             o = warpgroup_mma_wait(0, deps=[o])
             mbarrier.arrive(v_free.index(v_stage), count=1)
             o = rescale(o, alpha, 64)
@@ -211,8 +188,8 @@ def attend_role(
         token = read_word(words, SEQUENCE_START) + first_row
         # Rows before the sequence belong to the one before it.
         skipped = -first_row
-        local = opaque(local_row)
-        gl.store(lse_ptr + head.to(gl.int64) * num_rows + token + local, lse, mask=local >= skipped)
+        local = opaque_rows(ROW)
+        gl.store(lse_ptr + row_offset(head, num_rows) + token + local, lse, mask=local >= skipped)
         store_token_block(
             o, factor, alive, target, token, skipped, head, KIND, GROUP, CHUNK32, AMAX_FLOOR
         )

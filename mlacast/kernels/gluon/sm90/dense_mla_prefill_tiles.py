@@ -45,7 +45,8 @@ def read_word(words, WORD: gl.constexpr):
 @gluon.jit
 def write_words(words, num_blocks, first_row, sequence_start, num_keys, diagonal, head):
     """Describe a tile to the consumers."""
-    word = gl.arange(0, TILE_WORDS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    # Every thread has all words: no register for its own place among them.
+    word = gl.arange(0, TILE_WORDS, gl.BlockedLayout([TILE_WORDS], [32], [gl.num_warps()], [0]))
     value = gl.where(word == NUM_BLOCKS, num_blocks, head)
     value = gl.where(word == FIRST_ROW, first_row, value)
     value = gl.where(word == SEQUENCE_START, sequence_start, value)

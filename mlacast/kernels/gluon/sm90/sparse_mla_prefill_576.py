@@ -97,7 +97,7 @@ def sparse_mla_prefill_576_kernel(
     ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k_smem = gl.allocate_shared_memory(gl.bfloat16, [NUM_SLOTS, BLOCK_N, 512], TILE)
     tail_smem = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_N, 64], TILE)
-    q_smem = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, 128], TILE)
+    q_smem = gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK_H, 128], TILE)
     q_16_smem = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, 16], NARROW)
     p_smem = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, BLOCK_N], NARROW)
     alpha_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_H], ROW)

@@ -28,9 +28,9 @@ from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
 @gluon.jit
 def _load_ids(indices_ptr, stride_indices, token, first, lane, length):
     """Row numbers of one block; -1 at or past ``length``."""
-    column = first + lane
-    row_ptr = indices_ptr + row_offset(token, stride_indices)
-    return gl.load(row_ptr + column, mask=column < length, other=-1)
+    # One address a thread: what is the same in all threads is added before the lane.
+    first_ptr = indices_ptr + row_offset(token, stride_indices) + first
+    return gl.load(first_ptr + lane, mask=first + lane < length, other=-1)
 
 
 @gluon.jit
@@ -106,7 +106,8 @@ def gather_role(
     ids = _load_ids(indices_ptr, stride_indices, first_token, 0, lane, length)
     for tile in range(gl.program_id(0), num_tiles, step):
         token = tile // HEAD_BLOCKS
-        next_token = gl.minimum(tile + step, num_tiles - 1) // HEAD_BLOCKS
+        # A selection stays in uniform registers, where a minimum would not.
+        next_token = gl.where(tile + step < num_tiles, tile + step, tile) // HEAD_BLOCKS
         next_length = row_length(length_ptr, stride_length, next_token, topk, HAS_LENGTH)
         base = q_ptr + token.to(gl.int64) * stride_q_token
         head = (tile % HEAD_BLOCKS) * BLOCK_H + opaque(lane)
@@ -117,7 +118,7 @@ def gather_role(
         _copy_query(right, base, stride_q_head, head, num_heads, 256, 256, FULL_TILES)
         mbarrier.wait(barriers.index(Q_FREE), phases >> 1)
         phases ^= 2
-        _copy_query(q_smem, base, stride_q_head, head, num_heads, 448, 128, FULL_TILES)
+        _copy_query(q_smem.index(0), base, stride_q_head, head, num_heads, 448, 128, FULL_TILES)
         _publish(barriers, slot)
         phase = next_phase(slot, phase)
         slot = next_slot(slot)

@@ -8,7 +8,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mlacast.kernels.common.sm90_rotation import halves
+from mlacast.kernels.common.sm90_order import held_back
+from mlacast.kernels.common.sm90_rotation import aligned_offset, halves
 from mlacast.kernels.common.sm90_scaled_store import store_scaled_block
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_576_barriers import (
     ALPHA_FREE,
@@ -96,17 +97,18 @@ def output_role(
         factor = alpha_smem.load(ROW)
         mbarrier.arrive(barriers.index(FACTOR_FREE), count=1)
         tile_phase ^= 1
-        alive = gl.where(factor == 0.0, 0, -1)
         row = token.to(gl.int64)
         head_start = (tile % HEAD_BLOCKS) * BLOCK_H
         padding = gl.where(token == num_tiles // HEAD_BLOCKS - 1, padding_rows, 0)
         left, right = halves(o, 256)
         for part in gl.static_range(2):
+            factor = held_back(factor)
+            alive = gl.where(factor == 0.0, 0, -1)
             store_scaled_block(
                 left if part == 0 else right,
                 factor,
                 alive,
-                data_ptr + row * stride_data_token,
+                data_ptr + aligned_offset(token, stride_data_token),
                 stride_data_group,
                 sf_ptr,
                 stride_sf_token,

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from mlacast.kernels.common.sm90_masks import any_marked, apply_mask
 from mlacast.kernels.common.sm90_rotation import (
     load_angles,
-    opaque,
+    opaque_rows,
     rotate,
     row_offset,
     split_pairs,
@@ -143,11 +143,10 @@ def score_role(
     PARTIAL: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
     )
-    row = gl.arange(0, BLOCK_H, ROW)
     slot = 0
     phase = 0
+    # Blocks; bit 30 is the parity of tiles, which shares the register.
     count = 0
-    tile_phase = 0
     first_token = gl.program_id(0) // HEAD_BLOCKS
     if HAS_ROPE:
         pairs, other = split_pairs(gl.zeros((BLOCK_H, 64), gl.bfloat16, Q), HALF_PAIRING)
@@ -155,13 +154,16 @@ def score_role(
         cos, sin = load_angles(table_ptr, stride_table, angles, pairs)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         token = tile // HEAD_BLOCKS
-        next_token = gl.minimum(tile + gl.num_programs(0), num_tiles - 1) // HEAD_BLOCKS
+        # A selection stays in uniform registers, where a minimum would not.
+        next_tile = tile + gl.num_programs(0)
+        next_token = gl.where(next_tile < num_tiles, next_tile, tile) // HEAD_BLOCKS
         num_blocks = block_count(row_length(length_ptr, stride_length, token, topk, HAS_LENGTH))
         if HAS_ROPE:
             next_angles = table_row(table_rows, positions_ptr, stride_positions, next_token)
         mbarrier.wait(barriers.index(K_READY + slot), phase)
         if HAS_ROPE:
-            q_rope = q_smem.slice(64, 64, dim=1)
+            # Zero, but as part of the address it keeps that from being held from tile to tile.
+            q_rope = q_smem.index(slot >> 2).slice(64, 64, dim=1)
             rotated = rotate(q_rope.load(Q), cos, sin, HALF_PAIRING)
             q_rope.store(gl.convert_layout(rotated, Q))
         q_slot = k_smem.index(slot)
@@ -172,7 +174,7 @@ def score_role(
             q_slot.slice(384, 32, dim=1).load(Q),
             q_slot.slice(416, 16, dim=1).load(Q),
             q_16_smem,
-            q_smem,
+            q_smem.index(0),
         )
         mbarrier.arrive(barriers.index(K_FREE + slot), count=2)
         phase = next_phase(slot, phase)
@@ -182,7 +184,7 @@ def score_role(
         s = _start_scores(barriers, query, k_smem.index(slot), tail_smem, S)
         masked = any_marked(mask_smem.index(slot))
         # The rescale factors of this tile come where the final factors of the last one are.
-        mbarrier.wait(barriers.index(FACTOR_FREE), tile_phase ^ 1)
+        mbarrier.wait(barriers.index(FACTOR_FREE), (count >> 30) ^ 1)
         running_max = gl.full((BLOCK_H,), -float("inf"), gl.float32, ROW)
         partial_sum = gl.full((BLOCK_H, 4), 0.0, gl.float32, PARTIAL)
         s = warpgroup_mma_wait(0, deps=[s])
@@ -207,11 +209,12 @@ def score_role(
         mbarrier.arrive(barriers.index(Q_FREE), count=1)
         # The query's registers are free now, and the end of the tile hides the latency of loads.
         if HAS_SINK:
-            head = (tile % HEAD_BLOCKS) * BLOCK_H + opaque(row)
+            head = (tile % HEAD_BLOCKS) * BLOCK_H + opaque_rows(ROW)
             if FULL_TILES:
                 sink = gl.load(sink_ptr + head)
             else:
-                sink = gl.load(sink_ptr + head, mask=head < num_heads, other=-float("inf"))
+                # Absent heads take the sink of the last: nobody reads what they become.
+                sink = gl.load(sink_ptr + gl.minimum(head, num_heads - 1))
         if HAS_ROPE:
             cos, sin = load_angles(table_ptr, stride_table, next_angles, pairs)
         p, alpha, running_max, partial_sum = _softmax(
@@ -232,11 +235,11 @@ def score_role(
             # An empty row keeps the factor 0: -inf - (-inf) would be NaN.
             shifted = gl.where(empty, 0.0, sink - lse)
             factor = gl.where(sink == float("inf"), 0.0, factor / (1.0 + gl.exp(shifted)))
-        mbarrier.wait(barriers.index(ALPHA_FREE), tile_phase)
+        mbarrier.wait(barriers.index(ALPHA_FREE), count >> 30)
         alpha_smem.store(factor)
         mbarrier.arrive(barriers.index(FACTOR_READY), count=1)
-        tile_phase ^= 1
-        head = (tile % HEAD_BLOCKS) * BLOCK_H + opaque(row)
+        count ^= 1 << 30
+        head = (tile % HEAD_BLOCKS) * BLOCK_H + opaque_rows(ROW)
         target = row_offset(token, num_heads)
         if FULL_TILES:
             gl.store(lse_ptr + target + head, lse)

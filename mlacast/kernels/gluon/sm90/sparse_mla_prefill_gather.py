@@ -9,8 +9,7 @@ from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
     BLOCK_H,
     BLOCK_N,
     block_count,
-    next_phase,
-    next_slot,
+    next_place,
     row_length,
 )
 
@@ -18,9 +17,22 @@ from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
 @gluon.jit
 def _load_ids(indices_ptr, stride_indices, token, first, lane, length):
     """Row numbers of one block; -1 at or past ``length``."""
-    column = first + lane
-    row_ptr = indices_ptr + row_offset(token, stride_indices)
-    return gl.load(row_ptr + column, mask=column < length, other=-1)
+    # One address a thread: what is the same in all threads is added before the lane.
+    first_ptr = indices_ptr + row_offset(token, stride_indices) + first
+    return gl.load(first_ptr + lane, mask=first + lane < length, other=-1)
+
+
+@gluon.jit
+def _largest_of_thread(x):
+    """Largest of a thread's four numbers of [64]: [16], in one register."""
+    return gl.max(gl.reshape(x, (BLOCK_N // 16, 16)), 0)
+
+
+@gluon.jit
+def _repeat_by_thread(x, lane):
+    """Repeat numbers [16] of threads, as ``_largest_of_thread`` leaves them, in their rows [64]."""
+    rows = gl.expand_dims(x, 0).broadcast_to((BLOCK_N // 16, 16))
+    return gl.convert_layout(gl.reshape(rows, (BLOCK_N,)), lane.type.layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -64,27 +76,24 @@ def gather_role(
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     lane = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
     d = gl.arange(0, 512, gl.SliceLayout(0, LAYOUT))
-    # Heads are neighbours in a chunk of 16.
-    QUERY: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0]) if CHUNK16 else LAYOUT
-    q_lane = gl.arange(0, BLOCK_H, gl.SliceLayout(1, QUERY))
-    slot = 0
-    # Bit 0 is the phase of the slot, the others count tiles: one register less.
-    phase = 1
+    # Bits 0 and 1 are the slot, bit 2 its phase, the others count tiles: one register.
+    place = 4
     step = gl.num_programs(0)
     first_token = gl.program_id(0) // HEAD_BLOCKS
     length = row_length(length_ptr, stride_length, first_token, topk, HAS_LENGTH)
     ids = _load_ids(indices_ptr, stride_indices, first_token, 0, lane, length)
     for tile in range(gl.program_id(0), num_tiles, step):
         token = tile // HEAD_BLOCKS
-        next_token = gl.minimum(tile + step, num_tiles - 1) // HEAD_BLOCKS
+        next_token = gl.where(tile + step < num_tiles, tile + step, tile) // HEAD_BLOCKS
         next_length = row_length(length_ptr, stride_length, next_token, topk, HAS_LENGTH)
         base = q_ptr + token.to(gl.int64) * stride_q_token
-        mbarrier.wait(k_free.index(slot), phase & 1)
+        slot = place & 3
+        mbarrier.wait(k_free.index(slot), (place >> 2) & 1)
         # In chunk16 order the address of each chunk is its own: fewer columns at a time.
         WIDTH: gl.constexpr = 64 if CHUNK16 else 512
         for first in gl.static_range(0, 512, WIDTH):
-            head = (tile % HEAD_BLOCKS) * BLOCK_H + opaque(q_lane)
-            q_d = first + gl.arange(0, WIDTH, gl.SliceLayout(0, QUERY))
+            head = (tile % HEAD_BLOCKS) * BLOCK_H + opaque(lane)
+            q_d = first + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
             if CHUNK16:
                 chunk = (q_d // 16) * (opaque(num_heads) * 16) + q_d % 16
                 query = base + ((head * 16)[:, None] + chunk[None, :])
@@ -97,14 +106,12 @@ def gather_role(
                 mask = (head < num_heads)[:, None]
                 async_copy.async_copy_global_to_shared(target, query, mask=mask)
         _publish(slot, k_ready)
-        phase = next_phase(slot, phase)
-        slot = next_slot(slot)
+        place = next_place(place)
         num_blocks = block_count(length)
-        alive = gl.zeros_like(ids)
-        alive_row = alive_smem.index((phase >> 1) & 3)
+        best = _largest_of_thread(gl.full((BLOCK_N,), float("-inf"), gl.float32, lane.type.layout))
+        alive_row = alive_smem.index((place >> 3) & 3)
         for i in range(num_blocks):
             valid = (ids >= 0) & (ids < s_kv)
-            alive = gl.where(valid, 1, alive)
             rows = kv_ptr + (ids.to(gl.int64) * stride_kv)[:, None] + d[None, :]
             is_last = i == num_blocks - 1
             ids = _load_ids(
@@ -115,12 +122,14 @@ def gather_role(
                 lane,
                 gl.where(is_last, next_length, length),
             )
-            mbarrier.wait(k_free.index(slot), phase & 1)
-            bias_smem.index(slot).store(gl.where(valid, 0.0, float("-inf")))
-            alive_row.store(alive.to(gl.int8))
+            slot = place & 3
+            mbarrier.wait(k_free.index(slot), (place >> 2) & 1)
+            bias = gl.where(valid, 0.0, float("-inf"))
+            best = gl.maximum(best, _largest_of_thread(bias))
+            bias_smem.index(slot).store(bias)
+            alive_row.store(_repeat_by_thread((best == 0.0).to(gl.int8), lane))
             async_copy.async_copy_global_to_shared(k_smem.index(slot), rows, mask=valid[:, None])
             _publish(slot, k_ready)
-            phase = next_phase(slot, phase)
-            slot = next_slot(slot)
-        phase += 2
+            place = next_place(place)
+        place += 8
         length = next_length

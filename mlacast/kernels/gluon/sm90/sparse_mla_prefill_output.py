@@ -8,11 +8,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from mlacast.kernels.common.sm90_order import awaited, held_back
 from mlacast.kernels.common.sm90_rescale import rescale
 from mlacast.kernels.common.sm90_rotation import (
     halves,
     load_angles,
-    opaque,
+    opaque_rows,
+    prefetch_angles,
     rotate_back,
     row_offset,
     split_pairs,
@@ -22,6 +24,8 @@ from mlacast.kernels.common.sm90_scaled_store import store_scaled_block
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
     BLOCK_H,
     LN_2,
+    MAXIMUM,
+    TOTAL,
     block_count,
     next_slot,
     row_length,
@@ -46,8 +50,6 @@ def output_role(
     k_smem,
     p_smem,
     alpha_smem,
-    total_smem,
-    max_smem,
     k_free,
     p_ready,
     p_go,
@@ -95,7 +97,6 @@ def output_role(
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, OUT)
     ROTATES: gl.constexpr = HAS_ROPE and HALF == 1
-    row = gl.arange(0, BLOCK_H, ROW)
     if ROTATES:
         pairs, other = split_pairs(
             halves(halves(gl.zeros((BLOCK_H, 256), gl.float32, OUT), 256)[1], 128)[1],
@@ -126,16 +127,17 @@ def output_role(
         )
         # The last product hides the tile's sums and the latency of loads.
         head_start = (tile % HEAD_BLOCKS) * BLOCK_H
-        head = head_start + opaque(row)
-        total = total_smem.index(buffer).load(ROW)
-        running_max = max_smem.index(buffer).load(ROW)
+        head = head_start + opaque_rows(ROW)
+        total = alpha_smem.index(TOTAL + buffer).load(ROW)
+        running_max = alpha_smem.index(MAXIMUM + buffer).load(ROW)
         if HAS_SINK:
             if FULL_TILES:
                 sink = gl.load(sink_ptr + head)
             else:
-                sink = gl.load(sink_ptr + head, mask=head < num_heads, other=-float("inf"))
+                # Absent heads take the sink of the last: nobody reads what they become.
+                sink = gl.load(sink_ptr + gl.minimum(head, num_heads - 1))
         if ROTATES:
-            cos, sin = load_angles(table_ptr, stride_table, angles, pairs)
+            prefetch_angles(table_ptr, stride_table, angles)
         empty = total == 0.0
         divisor = gl.where(empty, 1.0, total)
         lse = gl.where(empty, -float("inf"), (running_max + gl.log2(divisor)) * LN_2)
@@ -144,7 +146,6 @@ def output_role(
             # An empty row keeps the factor 0: -inf - (-inf) would be NaN.
             shifted = gl.where(empty, 0.0, sink - lse)
             factor = gl.where(sink == float("inf"), 0.0, factor / (1.0 + gl.exp(shifted)))
-        alive = gl.where(factor == 0.0, 0, -1)
         if HALF == 0:
             target = row_offset(token, num_heads)
             if FULL_TILES:
@@ -153,6 +154,7 @@ def output_role(
             else:
                 gl.store(lse_ptr + target + head, lse, mask=head < num_heads)
                 gl.store(max_logits_ptr + target + head, running_max * LN_2, mask=head < num_heads)
+        factor = awaited(factor)
         o = warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(p_free.index(buffer), count=1)
         mbarrier.arrive(k_free.index(slot), count=1)
@@ -160,12 +162,10 @@ def output_role(
         token_row = token.to(gl.int64)
         padding = gl.where(token == num_tiles // HEAD_BLOCKS - 1, padding_rows, 0)
         left, right = halves(o, 256)
-        # The rotated block first: its angles occupy registers until then.
-        for first in gl.static_range(128, -1, -128):
+        # The rotated block last: only then are there registers for its angles.
+        for first in gl.static_range(0, 256, 128):
             block = left if first == 0 else right
-            if ROTATES and first == 128:
-                block = rotate_back(block, cos, sin, HALF_PAIRING)
-            if first == 0:
+            if first == 128:
                 # The next tile's first softmax is what everything waits for: go on while its
                 # second scores occupy the tensor cores.
                 mbarrier.wait(
@@ -173,6 +173,11 @@ def output_role(
                     (count >> 1) & 1,
                     pred=tile + gl.num_programs(0) < num_tiles,
                 )
+                factor = held_back(factor)
+                if ROTATES:
+                    cos, sin = load_angles(table_ptr, stride_table, angles, pairs)
+                    block = rotate_back(block, cos, sin, HALF_PAIRING)
+            alive = gl.where(factor == 0.0, 0, -1)
             store_scaled_block(
                 block,
                 factor,

@@ -19,6 +19,8 @@ from mlacast.kernels.common.sm90_rotation import (
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
     BLOCK_H,
+    MAXIMUM,
+    TOTAL,
     block_count,
     next_phase,
     next_slot,
@@ -85,8 +87,6 @@ def score_role(
     alpha_smem,
     bias_smem,
     alive_smem,
-    total_smem,
-    max_smem,
     k_ready,
     k_free,
     p_ready,
@@ -198,8 +198,8 @@ def score_role(
         p_smem.index(buffer).store(p)
         alpha_smem.index(buffer).store(alpha)
         total = gl.convert_layout(gl.sum(partial_sum, 1), ROW)
-        total_smem.index(buffer).store(gl.where(alive != 0, total, 0.0))
-        max_smem.index(buffer).store(running_max)
+        alpha_smem.index(TOTAL + buffer).store(gl.where(alive != 0, total, 0.0))
+        alpha_smem.index(MAXIMUM + buffer).store(running_max)
         fence_async_shared()
         mbarrier.arrive(p_ready.index(buffer), count=1)
         mbarrier.arrive(p_go.index(buffer), count=1)

@@ -13,6 +13,10 @@ BLOCK_N = gl.constexpr(64)
 NUM_SLOTS = gl.constexpr(3)
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
+# Numbers of rows that the score role hands on, each for even and odd blocks: rescale factors, and
+# at the end of a tile the sums and maxima. One array: a thread keeps one address.
+TOTAL = gl.constexpr(2)
+MAXIMUM = gl.constexpr(4)
 
 # Counts and strides that vary while serving must not pick another variant of the kernel.
 VARYING = [
@@ -55,12 +59,23 @@ def next_phase(slot, phase):
 
 
 @gluon.jit
+def next_place(place):
+    """Place after ``place``: bits 0 and 1 are a slot, bit 2 its phase; the others stay.
+
+    One register for what ``next_slot`` and ``next_phase`` have in two.
+    """
+    return gl.where((place & 3) == NUM_SLOTS - 1, place ^ (4 | (NUM_SLOTS - 1)), place + 1)
+
+
+@gluon.jit
 def row_length(length_ptr, stride_length, token, topk, HAS_LENGTH: gl.constexpr):
     """Entries of the token's index row that count."""
     length = topk
     if HAS_LENGTH:
         length = gl.load(length_ptr + row_offset(token, stride_length))
         length = gl.minimum(gl.maximum(length, 0), topk)
+    else:
+        length = gl.where(token < 0, 0, topk)
     return length
 
 
