@@ -1,5 +1,5 @@
-"""Every argument error of the attention ops: the sentence names argument, requirement and value, and
-nothing is written.
+"""Every argument error of the attention ops: the sentence names argument, requirement and value,
+and nothing is written.
 """
 
 from __future__ import annotations
