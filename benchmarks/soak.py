@@ -177,7 +177,7 @@ class Replayed:
     def __init__(self, pool: Pool, device: torch.device) -> None:
         self.shape = Shape(33, 17, 5, 150)
         self.buffer = new_buffer(device)
-        self.stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.stream: Any = torch.cuda.Stream(device)
         expected = run_step(pool, self.shape, self.buffer)
         total = self.shape.prefill + self.shape.decode
         self._codes = self.buffer[:total].data.view(torch.uint8)

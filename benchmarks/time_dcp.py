@@ -226,7 +226,7 @@ def run(
     watchdog = threading.Timer(seconds, lambda: (print("HANG", flush=True), os._exit(3)))
     watchdog.daemon = True
     watchdog.start()
-    document = {"schema": SCHEMA, "machine": describe(device), "cases": []}
+    document: dict[str, Any] = {"schema": SCHEMA, "machine": describe(device), "cases": []}
     kept = [word for word in sys.argv[1:] if not word.startswith("--json=")]
     if "--json" in kept:
         del kept[kept.index("--json") : kept.index("--json") + 2]

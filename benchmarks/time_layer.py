@@ -21,6 +21,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -170,10 +171,10 @@ def _prefill(
     inputs: tuple[torch.Tensor, ...],
     bounds: torch.Tensor,
     length: int,
-    **outputs: object,
+    **outputs: Any,
 ) -> None:
     """Launch the kernel with a tile of our choice."""
-    dense_mla_prefill.prefill_config = lambda longest, shared: tile
+    vars(dense_mla_prefill)["prefill_config"] = lambda longest, shared: tile
     dense_mla_prefill.launch_dense_mla_prefill(
         *inputs,
         cu_seqlens_q=bounds,

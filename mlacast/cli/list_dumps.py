@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Column, Table
 
 from mlacast.call_log.listing import ListedDump
 from mlacast.call_log.listing import list_dumps as find_dumps
@@ -18,8 +17,6 @@ from mlacast.cli.output import JsonFlag, console, print_json
 SAVING_CALLS = (
     f"MLACAST_LOGLEVEL=10 saves calls, in {DEFAULT_DIRECTORY} unless {DIRECTORY_VARIABLE} is set"
 )
-
-_HEADS = ("dump", "function", "status", "bytes", "note")
 
 DumpDirectory = Annotated[
     Path,
@@ -42,20 +39,19 @@ def list_dumps(
     if json:
         print_json([_as_json(dump) for dump in dumps])
         return
-    out = console()
-    # Names are there to be copied: they may go over several lines, but are never cut.
-    table = Table(*(Column(head, overflow="fold") for head in _HEADS))
-    for dump in dumps:
-        name = dump.function.removeprefix("mlacast.")
-        table.add_row(
-            escape(dump.folder.name), name, dump.status, f"{dump.size:,}", escape(dump.note)
-        )
-        if details:
-            for path, text in dump.arguments:
-                table.add_row("", escape(f"  {path}"), "", "", escape(text))
-    out.print(table)
     count = "1 dump" if len(dumps) == 1 else f"{len(dumps)} dumps"
-    out.print(f"{count} in {escape(str(folder))}")
+    lines = [line for dump in dumps for line in _lines(dump, details)]
+    # Names are there to be copied and searched for: no line is broken, whatever the width.
+    console().print(escape("\n".join([*lines, f"{count} in {folder}"])), soft_wrap=True)
+
+
+def _lines(dump: ListedDump, details: bool) -> list[str]:
+    lines = [f"{dump.folder.name}  {dump.status}  {dump.function}  {dump.size:,} bytes"]
+    if dump.note:
+        lines.append(f"    {dump.note}")
+    if details:
+        lines += [f"    {path}: {text}" for path, text in dump.arguments]
+    return lines
 
 
 def _as_json(dump: ListedDump) -> dict[str, object]:

@@ -14,15 +14,16 @@ from mlacast.call_log.compare import Tolerance
 from mlacast.call_log.errors import DumpError
 from mlacast.call_log.listing import is_dump, list_dumps
 from mlacast.call_log.replay import ReplayReport, replay_dump
+from mlacast.call_log.settings import DEFAULT_DIRECTORY
 from mlacast.cli.device import read_device
-from mlacast.cli.list_dumps import SAVING_CALLS
+from mlacast.cli.list_dumps import SAVING_CALLS, DumpDirectory
 from mlacast.cli.output import JsonFlag, console, print_json, with_progress
 
 REFUSED = "refused"
 
 
 def replay(
-    folder: Annotated[Path, typer.Argument(help="One dump, or a folder of dumps.")],
+    folder: DumpDirectory = Path(DEFAULT_DIRECTORY),
     compare: Annotated[
         bool | None,
         typer.Option(help="Compare with the record; left out, only a folder of dumps is compared."),

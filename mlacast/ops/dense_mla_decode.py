@@ -210,9 +210,9 @@ def required_features(
     v_scale: float | torch.Tensor = 1.0,
 ) -> frozenset[str]:
     """Features that a backend needs for this call."""
-    query = query_features(q.shape[-1], None, None, "head", attn_sink is not None)
+    queries = query_features(q.shape[-1], None, None, "head", attn_sink is not None)
     decode = decode_features(q, sm_scale, v_scale)
-    return query | decode | {f"kv:{kv_format}"} | features_of(out_format)
+    return queries | decode | {f"kv:{kv_format}"} | features_of(out_format)
 
 
 def run(

@@ -113,8 +113,8 @@ def rope_quantize_fp8_append(
     sources = sources_of(inputs)
     q_rope, q_nope = sources[0], sources[2]
     keys = [part if part.dim() == 3 else part.unsqueeze(1) for part in (sources[1], sources[3])]
-    query = (("q_rope_out", q_rope_out, q_rope), ("q_nope_out", q_nope_out, q_nope))
-    outputs = [prepare_output(op, name, out, source, dtype) for name, out, source in query]
+    queries = (("q_rope_out", q_rope_out, q_rope), ("q_nope_out", q_nope_out, q_nope))
+    outputs = [prepare_output(op, name, out, source, dtype) for name, out, source in queries]
     arguments = (
         q_rope,
         keys[0],

@@ -288,11 +288,11 @@ def required_features(
     out_data: torch.Tensor | None = None,
 ) -> frozenset[str]:
     """Features that a backend needs for this call."""
-    query = query_features(q.shape[-1], q_norm_eps, rope_pairing, q_order, attn_sink is not None)
+    queries = query_features(q.shape[-1], q_norm_eps, rope_pairing, q_order, attn_sink is not None)
     pools = pool_features(kv_format, extra_kv_format)
     decode = decode_features(q, sm_scale, v_scale, rotates_query)
     layout = layout_features((q,), group_features, sm_scale, (k_cache, extra_k_cache), out_data)
-    return query | decode | pools | layout | features_of(out_format)
+    return queries | decode | pools | layout | features_of(out_format)
 
 
 def run(

@@ -252,10 +252,10 @@ def required_features(
     out_data: torch.Tensor | None = None,
 ) -> frozenset[str]:
     """Features that a backend needs for this call."""
-    query = query_features(q.shape[-1], q_norm_eps, rope_pairing, q_order, attn_sink is not None)
+    queries = query_features(q.shape[-1], q_norm_eps, rope_pairing, q_order, attn_sink is not None)
     latents = kv[:, 0] if kv.dim() == 3 else kv
     layout = layout_features((q, latents), group_features, sm_scale, codes=out_data)
-    return query | features_of(out_format) | layout
+    return queries | features_of(out_format) | layout
 
 
 def run(

@@ -60,11 +60,14 @@ def test_json_tells_every_kind_apart(run: Run, root: Path) -> None:
 
 
 def test_names_are_never_cut(run: Run, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
     outcome = run("list-dumps", str(root), "--details")
     assert outcome.exit_code == 0
-    for path in root.iterdir():
-        if path.is_dir():
-            assert path.name in outcome.stdout
+    # One dump a line: name, status, function.
+    listed = [line.split() for line in outcome.stdout.splitlines() if not line.startswith(" ")]
+    names = sorted(path.name for path in root.iterdir() if path.is_dir())
+    assert sorted(words[0] for words in listed[:-1]) == names
+    assert ["completed", "mlacast.quantize_output"] in [words[1:3] for words in listed]
     assert "Tensor float32 [3, 5] strides [5, 1] on cpu" in outcome.stdout
     assert "5 dumps in" in outcome.stdout
     assert "Tensor" not in run("list-dumps", str(root)).stdout

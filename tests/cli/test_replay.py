@@ -121,6 +121,13 @@ def test_wrong_arguments(run: Run, arguments: tuple[str, ...], text: str) -> Non
     assert text in outcome.stderr.lower()
 
 
+def test_the_folder_of_the_environment_is_the_default(
+    run: Run, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLACAST_DUMP_DIR", str(root))
+    assert len(json_of(run("replay", "--json"))["replays"]) == 2
+
+
 def test_an_empty_folder(run: Run, tmp_path: Path) -> None:
     outcome = run("replay", str(tmp_path))
     assert outcome.exit_code == 0

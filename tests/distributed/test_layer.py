@@ -25,7 +25,7 @@ from tests.distributed.work import (
 )
 from tests.format_cases import FormatCase, assert_buffer_holds, storage_bytes
 from tests.layers.steps import LSE_ERROR, Inputs, assert_close, assert_rows, expected
-from tests.oracles import same_bits
+from tests.oracles import FLOAT32_UNIT, same_bits
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -109,9 +109,14 @@ def test_fp8_queries(ranks: list[Found]) -> None:
     wanted, wanted_lse = on_one_rank(inputs)
     out, lse = heads_of_all([found["fp8 queries"] for found in ranks])
     assert_rows(out, wanted.double())
-    assert float((lse - wanted_lse).abs().max()) <= 1e-4
+    # Both sum 576 products of codes in float32, in any order: roundings at random of partial sums
+    # as large as the root of the summed squares, here SCALE * sqrt(512 + 4 * 64) = 2 (4 is room for
+    # a bad draw). At most 16 exponentials and their sum, then those of the merge, are rounded once.
+    allowed = 2 * FLOAT32_UNIT * (4 * 576**0.5 * 2 + 4 * wanted_lse.abs() + 16 + 8)
+    assert bool(((lse - wanted_lse).abs() <= allowed).all())
     inputs.layer.q_scale = 1.0
     _, uncast_lse = on_one_rank(inputs)
+    # Codes of three bits behind the point move a logit by 2**-5 of its terms: they were used.
     assert float((lse - uncast_lse).abs().max()) > 1e-2
 
 

@@ -51,11 +51,14 @@ def test_fewer_bits_are_noticed(kind: str) -> None:
 
 def test_one_sum_of_all_dimensions_is_less_precise_than_four() -> None:
     one, four = (float(_errors("normal", 576, sums=sums)[0].mean()) for sums in (1, 4))
+    # What is cut off is a share of the sum so far: as far as the sum goes, twice as large over four
+    # times as many products; but the largest product is the measure where it exceeds the sum.
     assert one > 1.5 * four
 
 
 def test_keys_of_each_token_have_bounds_of_their_own() -> None:
     q, keys = torch.randn(3, 2, 512), torch.randn(3, 5, 512)
+    # The same sums in float64, perhaps in another order.
     together = fp8_unit.score_errors(q, keys)
     apart = [fp8_unit.score_errors(q[at : at + 1], keys[at])[0] for at in range(3)]
     assert torch.allclose(together, torch.stack(apart), rtol=1e-12)
@@ -77,6 +80,7 @@ def test_logarithms_of_codes_have_a_wider_bound_where_the_unit_sums_them() -> No
     codes, portable, rounded, chosen = bounds
     assert torch.equal(portable, rounded) and torch.equal(codes, chosen)
     own = 0.0625 * fp8_unit.score_errors(q.double()[:1], keys[0][valid[0]])[0].amax(-1)
+    # In float64; the difference of two bounds has lost some of its digits.
     assert torch.allclose(codes[0] - portable[0], own, rtol=1e-9)
     assert torch.equal(codes[1], portable[1]), "a token without keys"
 

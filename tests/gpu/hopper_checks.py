@@ -183,6 +183,7 @@ def _assert_nearest_codes(out: mlacast.QuantizedTensor, values: Tensor, expected
         half_step = torch.maximum(values.abs() / 16, scales * 2.0**-10)
     excess = (values - exact).abs() - half_step - expected.slack
     worst = float(excess.max())
+    # Nothing but the rounding of these lines.
     assert worst <= 1e-9, f"a code is {worst:.3e} further from its number than any rounding"
 
 

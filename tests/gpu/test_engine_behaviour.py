@@ -195,8 +195,14 @@ def test_far_more_splits_than_columns() -> None:
     """More than a grid's second axis holds; the surplus splits would be empty."""
     step = decode_step(1)
     few, many = step.run(num_splits=8), step.run(num_splits=70_000)
-    assert torch.allclose(few[1], many[1], rtol=1e-5, atol=1e-5)
-    assert torch.allclose(few[0].float(), many[0].float(), rtol=2.0**-7, atol=1e-3)
+    # The scores are the same. At most 150 weights and their sums are rounded at random, 4 *
+    # sqrt(150) * 2**-24 = 3e-6 in each of the two; their exponentials and the logarithm to 2**-22.
+    assert torch.allclose(few[1], many[1], rtol=2.0**-20, atol=1e-5)
+    # Weights relative to another maximum are rounded to bfloat16 anew, outputs are too: each by at
+    # most 2**-8 / sqrt(3) in the mean square, which moves a sum of values that have nothing to do
+    # with each other by as much of itself. Twice two of them are 2**-7 / sqrt(3).
+    error = (few[0].double() - many[0].double()).norm(dim=-1)
+    assert bool((error <= 2.0**-7 * few[0].double().norm(dim=-1)).all())
 
 
 @BOTH

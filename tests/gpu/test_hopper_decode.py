@@ -130,7 +130,10 @@ def test_the_number_of_splits_does_not_matter() -> None:
     one = call.run(launch_sparse_mla_decode, FUSED)
     for num_splits in (2, 3, 7, 33):
         several = call.run(launch_sparse_mla_decode, FUSED, num_splits=num_splits)
-        assert torch.allclose(several.lse, one.lse, rtol=1e-5, atol=1e-5)
+        # 640 positive weights are added in blocks: at most 6 steps in a block, 10 blocks and 33
+        # splits, so 49 roundings at random, 4 * sqrt(49) * 2**-24 = 1.7e-6. Exponentials, which
+        # rescale sums too now and then, are right to 2**-22: as much again. Twice, for two runs.
+        assert torch.allclose(several.lse, one.lse, rtol=2.0**-20, atol=2.0**-17)
         assert_right(FUSED, True, several, expected)
     assert_right(FUSED, True, one, expected)
 

@@ -185,14 +185,24 @@ def half_steps(rows: mlacast.QuantizedTensor, exact: Tensor, values: Tensor) -> 
     return values.abs() / 16 + largest * (2.0**-9 / 448)
 
 
+def assert_logarithms(lse: Tensor, exact: Tensor) -> None:
+    """Compare sums of at most 65 positive terms, of which few are large.
+
+    Exponentials and the logarithm are right to 2**-22, terms and sums are rounded to 2**-24, maxima
+    of this size and their sum with the logarithm too: 16 such roundings, 2**-20.
+    """
+    finite = exact.isfinite()
+    error = (lse[finite] - exact[finite]).abs()
+    assert bool((error <= 2.0**-20 * (1 + exact[finite].abs())).all()), float(error.max())
+
+
 def assert_near_float64(merge: Merge, case: Case, states: States) -> None:
     """Values, scales and codes of ``merge`` against the exact merge and the reference's store."""
     exact, exact_lse, size = merge_in_float64(states, case.d_qk)
     _, rows, lse = run(merge, case, states, ends=True)
     finite = exact_lse.isfinite()
     assert torch.equal(lse.cpu().isneginf(), ~finite)
-    error = (lse.cpu()[finite] - exact_lse[finite]).abs()
-    assert bool((error <= 2.0**-20 * (1 + exact_lse[finite].abs())).all()), float(error.max())
+    assert_logarithms(lse.cpu(), exact_lse)
     values = rows.dequantize().cpu().reshape(exact.shape).double()
     assert not bool(values[~finite].any()), "a row without keys is not zero"
     slack = FLOAT32_ERROR * size
@@ -203,6 +213,7 @@ def assert_near_float64(merge: Merge, case: Case, states: States) -> None:
         largest = 6 * nvfp4_scales(rows).cpu().reshape(exact.shape)
         wanted = torch.copysign(torch.minimum(exact.abs(), largest), exact)
     excess = (values - wanted).abs() - half_steps(rows, exact, values) - 2 * slack
+    # Nothing but the rounding of these lines, in float64.
     assert float(excess.max()) <= 1e-12, f"{float(excess.max()):.3e} further off than any rounding"
     if rows.sf is None:
         return
@@ -213,6 +224,9 @@ def assert_near_float64(merge: Merge, case: Case, states: States) -> None:
     scales, least, most = (scale_values(part) for part in (rows, smaller, larger))
     assert bool(((least <= scales) & (scales <= most)).all())
     codes, expected = (part.data.cpu().view(torch.uint8) for part in (rows, equal))
+    # A number within the slack of the middle between two codes may have either: 2**-17 of one in
+    # steps of at least 2**-4 of it is one in 8000, more where a sum is small beside its terms. A
+    # wrong factor, scale or angle moves several per cent of the codes.
     assert float((codes != expected).float().mean()) <= 0.01
 
 
@@ -258,7 +272,8 @@ def test_rows_that_are_zero_read_nothing_into_it(tokens: int, pairing: str) -> N
     assert not bool(groups[EMPTY_TOKEN].any()), "an empty row leaves a code"
     assert bool(lse[EMPTY_TOKEN].isneginf().all())
     _, exact_lse, _ = merge_in_float64(states)
-    assert torch.allclose(lse.cpu().double(), exact_lse, rtol=1e-5, atol=1e-5)
+    assert torch.equal(lse.cpu().isneginf(), exact_lse.isneginf())
+    assert_logarithms(lse.cpu(), exact_lse)
 
 
 @pytest.mark.parametrize("tokens", [2, 66], ids=["few", "many"])

@@ -288,10 +288,16 @@ def test_more_splits_than_are_read_at_a_time() -> None:
     base = maxima.double().amax(0).nan_to_num(neginf=0.0)
     weights = torch.exp2(maxima.double() - base)
     total = (weights * sums).sum(0)
-    expected = (weights[..., None] * outs).sum(0) / total.clamp_min(1e-30)[..., None]
-    assert torch.allclose(buffer.data.double(), expected, rtol=1e-5, atol=1e-6)
+    shares = (weights / total.clamp_min(1e-30))[..., None]
+    expected, size = (shares * outs).sum(0), (shares * outs.abs()).sum(0)
+    # Numerator and denominator are sums of one term a split, with a weight of its own each.
+    roundings = (splits + 8) * oracles.FLOAT32_UNIT
+    assert bool(((buffer.data.double() - expected).abs() <= 2 * roundings * size).all())
     expected_lse = (base + torch.log2(total)) * math.log(2.0)
-    assert torch.allclose(lse.double(), expected_lse, rtol=1e-6, atol=1e-6)
+    live = expected_lse.isfinite()
+    # The relative error of the sum, and three roundings of numbers as large as the result.
+    allowed = roundings + 3 * oracles.FLOAT32_UNIT * expected_lse[live].abs()
+    assert bool(((lse.double() - expected_lse)[live].abs() <= allowed).all())
     assert lse[1, 2] == -float("inf") and not buffer.data[1, 2].any()
 
 

@@ -170,8 +170,12 @@ def test_the_norm_is_that_of_the_query_before_its_rotation(pairing: str) -> None
             query = q[token, head].double()
             scale = launches.SM_SCALE / math.sqrt(float(query.square().mean()) + 0.75)
             query[448:] = oracles.rotate(query[448:], line, pairing)
-            logit = scale * float(query @ kv[row].double())
-            assert float(result.lse[token, head]) == pytest.approx(logit, rel=1e-5, abs=1e-5)
+            terms = scale * query * kv[row].double()
+            logit = float(terms.sum())
+            # 512 partial sums of terms of random sign, as large as the root of their squares, are
+            # rounded at random (4 is room for a bad draw); so are norm, scale and logarithm.
+            allowed = 4 * 512**0.5 * float(terms.norm()) + 8 * abs(logit) + 1
+            assert abs(float(result.lse[token, head]) - logit) <= allowed * oracles.FLOAT32_UNIT
 
 
 def test_a_closed_sink_gives_zeros_whatever_the_values_are() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import mlacast
 from mlacast import KvFormat
+from tests.logging.observed import Log
 
 Call = Callable[[Callable[..., Any]], object]
 
@@ -223,3 +226,10 @@ CALLS: dict[str, tuple[str, Call]] = {
         flashinfer_append,
     ),
 }
+
+
+def record(log: Log, name: str, call: Call) -> Path:
+    """Make a call of a public function and return its dump."""
+    function = pkgutil.resolve_name(f"mlacast.{name}")
+    call(log.observe(function, f"mlacast.{name}"))
+    return log.dumps[-1]

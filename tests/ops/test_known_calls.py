@@ -17,11 +17,16 @@ from mlacast.compat.flash_mla import fused_norm_rope_attn_rope_cast as fused
 from mlacast.ops import known_calls, signature
 from mlacast.ops.known_call import KnownCall
 from tests.kernels.fake_gpu import FakeGpu, fake_gpu
+from tests.ops.repeatable_calls import (
+    BF16,
+    FUNCTIONS,
+    ON_FAKE_GPU,
+    Arguments,
+    decode_arguments,
+    fused_decode_arguments,
+    prefill_arguments,
+)
 from tests.ops.torch_calls import operators_of
-
-BF16 = torch.bfloat16
-V4 = mlacast.KvFormat.V4
-Arguments = dict[str, Any]
 
 
 @pytest.fixture(autouse=True)
@@ -37,189 +42,6 @@ def _forget() -> Iterator[None]:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     with fake_gpu(monkeypatch) as fake:
         yield fake
-
-
-def _query() -> Arguments:
-    return {
-        "q": torch.zeros(2, 3, 512, dtype=BF16),
-        "indices": torch.zeros(2, 4, dtype=torch.int32),
-        "sm_scale": 0.5,
-        "topk_length": torch.ones(2, dtype=torch.int32),
-        "attn_sink": torch.zeros(3),
-        "q_norm_eps": 1e-6,
-        "rope": mlacast.Rope(torch.zeros(5, 64), torch.zeros(2, dtype=torch.int64)),
-        "q_order": "head",
-        "out": mlacast.QuantizedTensor.empty(2, 3, 512, mlacast.Mxfp8()),
-        "out_format": mlacast.Mxfp8(),
-        "num_groups": 3,
-        "backend": None,
-    }
-
-
-def _prefill() -> Arguments:
-    return {**_query(), "kv": torch.zeros(6, 512, dtype=BF16)}
-
-
-def _decode() -> Arguments:
-    return {
-        **_query(),
-        "k_cache": V4.allocate(2, 4),
-        "kv_format": V4,
-        "extra_k_cache": V4.allocate(2, 4),
-        "extra_indices": torch.zeros(2, 5, dtype=torch.int32),
-        "extra_topk_length": torch.ones(2, dtype=torch.int32),
-        "extra_kv_format": V4,
-        "schedule": None,
-        "num_splits": 2,
-        "batch_invariant": False,
-        "workspace": torch.zeros(65536, dtype=torch.uint8),
-        "v_scale": 1.0,
-    }
-
-
-def _dense() -> Arguments:
-    return {
-        "q": torch.zeros(1, 2, 3, 512, dtype=BF16),
-        "k_cache": torch.zeros(2, 4, 1, 512, dtype=BF16),
-        "page_table": torch.zeros(1, 2, dtype=torch.int32),
-        "seq_lens": torch.ones(1, dtype=torch.int32),
-        "kv_format": mlacast.KvFormat.BF16,
-        "sm_scale": 0.5,
-        "causal": True,
-        "attn_sink": torch.zeros(3),
-        "v_scale": 1.0,
-        "out": torch.zeros(1, 2, 3, 512, dtype=BF16),
-        "out_format": mlacast.Bf16(),
-        "num_groups": 1,
-        "backend": None,
-    }
-
-
-def _merge() -> Arguments:
-    return {
-        "outs": [torch.zeros(2, 3, 512), torch.zeros(2, 3, 512)],
-        "lses": [torch.zeros(2, 3), torch.zeros(2, 3)],
-        "lse_layout": "th",
-        "out": None,
-        "out_format": mlacast.Fp8Tensor(0.5),
-        "num_groups": 1,
-        "backend": None,
-    }
-
-
-def _dense_prefill() -> Arguments:
-    return {
-        "q": torch.zeros(2, 4, 192, dtype=BF16),
-        "k": torch.zeros(3, 2, 192, dtype=BF16),
-        "v": torch.zeros(3, 2, 128, dtype=BF16),
-        "cu_seqlens_q": torch.tensor([0, 2], dtype=torch.int32),
-        "cu_seqlens_k": torch.tensor([0, 3], dtype=torch.int32),
-        "max_seqlen_q": 2,
-        "max_seqlen_k": 3,
-        "softmax_scale": 0.5,
-        "causal": True,
-        "out": mlacast.QuantizedTensor.empty(2, 1, 512, mlacast.Nvfp4(torch.ones(1))),
-        "out_format": None,
-        "num_groups": 1,
-        "backend": None,
-    }
-
-
-def _v_up() -> Arguments:
-    return {
-        "latent_out": torch.zeros(2, 4, 512, dtype=BF16),
-        "w_uv": torch.zeros(4, 512, 128, dtype=BF16),
-        "out": None,
-        "out_format": mlacast.Fp8Group(64),
-        "num_groups": 2,
-        "backend": None,
-    }
-
-
-def _quantize() -> Arguments:
-    return {
-        "x": torch.zeros(2, 1024),
-        "format": mlacast.Nvfp4(torch.ones(1)),
-        "out": mlacast.QuantizedTensor.empty(2, 1, 1024, mlacast.Nvfp4(torch.ones(1))),
-        "num_groups": 1,
-        "backend": None,
-    }
-
-
-def _project(*lead: int) -> Arguments:
-    """Weights in blocks of 128 for one group, or for the product of all of them."""
-    return {
-        "out": mlacast.QuantizedTensor.empty(2, 1, 512, mlacast.Mxfp8("chunk32")),
-        "weight": torch.zeros(*lead, 8, 512, dtype=torch.float8_e4m3fn),
-        "weight_sf": torch.zeros(*lead, 1, 4),
-        "weight_order": "head",
-        "backend": None,
-    }
-
-
-def _grouped_project() -> Arguments:
-    return _project(1)
-
-
-def _fused() -> Arguments:
-    return {
-        "enable_q_norm": True,
-        "rms_norm_eps": 1e-6,
-        "token_positions": torch.zeros(2, dtype=torch.int64),
-        "is_rope_neox_style": False,
-        "rope_dim": 64,
-        "cos_sin_cache": torch.zeros(5, 64),
-        "n_wv_group": 2,
-        "num_per_channels": 32,
-        "use_tma_aligned_col_major_sf": True,
-        "round_sf": True,
-        "use_packed_ue8m0": True,
-        "q": torch.zeros(2, 8, 512, dtype=BF16),
-        "sm_scale": 0.5,
-        "d_v": 512,
-        "attn_sink": torch.zeros(8),
-        "topk_length": torch.ones(2, dtype=torch.int32),
-        "out": (
-            torch.zeros(2, 2, 2048, dtype=torch.float8_e4m3fn),
-            torch.zeros(2, 16, 4, dtype=torch.int32).permute(2, 0, 1)[:2],
-        ),
-    }
-
-
-def _fused_prefill() -> Arguments:
-    return {
-        **_fused(),
-        "kv": torch.zeros(6, 1, 512, dtype=BF16),
-        "indices": torch.zeros(2, 1, 4, dtype=torch.int32),
-    }
-
-
-def _fused_decode() -> Arguments:
-    return {
-        **_fused(),
-        "k_cache": V4.allocate(2, 4),
-        "indices_in_kvcache": torch.zeros(2, 4, dtype=torch.int32),
-        "extra_k_cache": V4.allocate(2, 4),
-        "extra_indices_in_kvcache": torch.zeros(2, 5, dtype=torch.int32),
-        "extra_topk_length": torch.ones(2, dtype=torch.int32),
-    }
-
-
-FUNCTIONS: tuple[tuple[Callable[..., Any], Callable[[], Arguments]], ...] = (
-    (mlacast.sparse_mla_prefill, _prefill),
-    (mlacast.sparse_mla_decode, _decode),
-    (mlacast.dense_mla_decode, _dense),
-    (mlacast.merge_attention_states, _merge),
-    (mlacast.dense_mla_prefill, _dense_prefill),
-    (mlacast.v_up_project, _v_up),
-    (mlacast.quantize_output, _quantize),
-    (mlacast.grouped_out_project, _grouped_project),
-    (mlacast.quantized_linear, _project),
-    (fused.prefill, _fused_prefill),
-    (fused.decode, _fused_decode),
-)
-ON_FAKE_GPU = tuple(entry for entry in FUNCTIONS if entry[0] in (FUNCTIONS[0][0], FUNCTIONS[1][0]))
-ON_FAKE_GPU += FUNCTIONS[-2:]
 
 
 def _changes(value: Any) -> Iterator[Any]:
@@ -346,7 +168,7 @@ def test_modes_see_the_operator_of_a_known_call(
 
 
 def test_the_environment_is_read_every_time(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = _prefill()
+    arguments = prefill_arguments()
     runs = []
     for backend in ("triton", "reference") * 4:
         monkeypatch.setenv("MLACAST_BACKEND", backend)
@@ -366,7 +188,7 @@ def test_the_placement_of_scales_is_read_every_time(
     from mlacast.compat.flash_mla import set_v41_placement
 
     monkeypatch.setenv("MLACAST_BACKEND", "triton")
-    arguments = {**_fused_decode(), "k_cache": mlacast.KvFormat.V41.allocate(2, 4)}
+    arguments = {**fused_decode_arguments(), "k_cache": mlacast.KvFormat.V41.allocate(2, 4)}
     arguments["extra_k_cache"] = mlacast.KvFormat.V41.allocate(2, 4)
     variants = []
     try:
@@ -389,7 +211,7 @@ def test_the_operator_reads_the_placement_too(
 
     monkeypatch.setenv("MLACAST_BACKEND", "triton")
     cache = mlacast.KvFormat.V41.allocate(2, 4)
-    arguments = {**_fused_decode(), "k_cache": cache, "extra_k_cache": cache.clone()}
+    arguments = {**fused_decode_arguments(), "k_cache": cache, "extra_k_cache": cache.clone()}
     name = "fused_norm_rope_attn_rope_cast_decode"
     call = next(
         call
@@ -414,7 +236,7 @@ def test_the_operator_reads_the_placement_too(
 
 def test_a_repeated_call_keeps_the_sign_of_a_zero(gpu: FakeGpu) -> None:
     """Calls are repeated until they are written out; what they launch has the number given."""
-    arguments = {**_prefill(), "backend": "triton"}
+    arguments = {**prefill_arguments(), "backend": "triton"}
     launched = []
     for sm_scale in (0.0, 0.0, 0.0, 0.0, -0.0, 0.0):
         gpu.runs.clear()
@@ -437,7 +259,7 @@ def test_numbers_that_compare_equal_are_told_apart() -> None:
 
 
 def test_a_tensor_that_comes_twice_is_told_from_two_tensors(gpu: FakeGpu) -> None:
-    arguments = {**_decode(), "backend": "triton"}
+    arguments = {**decode_arguments(), "backend": "triton"}
     arguments["extra_topk_length"] = arguments["topk_length"]
     other = {**arguments, "extra_topk_length": torch.ones(2, dtype=torch.int32)}
     lengths = []
@@ -457,7 +279,11 @@ def test_tables_are_bounded_and_keep_no_tensor(
     monkeypatch.setattr(known_calls, "MAX_RECENT", 4)
     seen = []
     for scale, rows in itertools.product((0.1, 0.2, 0.3, 0.4, 0.5), (3, 4, 5, 6)):
-        arguments = {**_prefill(), "sm_scale": scale, "kv": torch.zeros(rows, 512, dtype=BF16)}
+        arguments = {
+            **prefill_arguments(),
+            "sm_scale": scale,
+            "kv": torch.zeros(rows, 512, dtype=BF16),
+        }
         for _ in range(3):
             mlacast.sparse_mla_prefill(**{**arguments, "backend": "triton"})
         seen += [weakref.ref(v) for v in arguments.values() if isinstance(v, torch.Tensor)]

@@ -12,6 +12,8 @@ from mlacast import KvFormat, Rope, reference
 from tests.scenarios import indices_of, lengths_of, one_hot_rows
 
 LN2, LN3 = math.log(2.0), math.log(3.0)
+# Rounding of a few sums and exponentials of numbers below 100 in float64, 1e-14 each.
+FLOAT64 = 1e-12
 
 
 def _row(**elements: float) -> Tensor:
@@ -43,9 +45,9 @@ def test_two_logits_zero_and_ln3_weigh_one_to_three() -> None:
     out, max_logits, lse = reference.sparse_mla_prefill(
         _query(e0=1.0), kv, indices_of([[0, 1]]), sm_scale=LN3, compute_dtype=torch.float64
     )
-    assert out[0, 0, :3].tolist() == pytest.approx([0.75, 1.0, 6.0], abs=1e-12)
-    assert float(lse) == pytest.approx(math.log(4.0), abs=1e-12)
-    assert float(max_logits) == pytest.approx(LN3, abs=1e-12)
+    assert out[0, 0, :3].tolist() == pytest.approx([0.75, 1.0, 6.0], abs=FLOAT64)
+    assert float(lse) == pytest.approx(math.log(4.0), abs=FLOAT64)
+    assert float(max_logits) == pytest.approx(LN3, abs=FLOAT64)
 
 
 def test_a_repeated_index_counts_each_time() -> None:
@@ -53,8 +55,8 @@ def test_a_repeated_index_counts_each_time() -> None:
     out, _, lse = reference.sparse_mla_prefill(
         _query(), kv, indices_of([[0, 1, 0]]), sm_scale=1.0, compute_dtype=torch.float64
     )
-    assert out[0, 0, :2].tolist() == pytest.approx([2.0, 1.0], abs=1e-12)
-    assert float(lse) == pytest.approx(LN3, abs=1e-12)
+    assert out[0, 0, :2].tolist() == pytest.approx([2.0, 1.0], abs=FLOAT64)
+    assert float(lse) == pytest.approx(LN3, abs=FLOAT64)
 
 
 @pytest.mark.parametrize(
@@ -101,8 +103,8 @@ def test_norm_divides_the_logit_by_the_root_mean_square(eps: float, factor: floa
         q_norm_eps=eps,
         compute_dtype=torch.float64,
     )
-    assert float(lse) == pytest.approx(6.0 * factor, abs=1e-12)
-    assert float(max_logits) == pytest.approx(6.0 * factor, abs=1e-12)
+    assert float(lse) == pytest.approx(6.0 * factor, abs=FLOAT64)
+    assert float(max_logits) == pytest.approx(6.0 * factor, abs=FLOAT64)
     assert float(out[0, 0, 0]) == 3.0
 
 
@@ -123,7 +125,7 @@ def test_norm_is_taken_per_head_and_before_the_rotation() -> None:
         rope=rope,
         compute_dtype=torch.float64,
     )
-    assert lse[0].tolist() == pytest.approx([2.0, 2.0], abs=1e-12)
+    assert lse[0].tolist() == pytest.approx([2.0, 2.0], abs=FLOAT64)
 
 
 def test_the_rotated_query_is_rounded_to_bf16() -> None:
@@ -183,7 +185,7 @@ def test_topk_length_is_clamped_to_the_list() -> None:
         topk_length=lengths_of(-1, 0, 1, 9),
         compute_dtype=torch.float64,
     )
-    assert lse.flatten().tolist() == pytest.approx([-math.inf, -math.inf, 0.0, LN2], abs=1e-12)
+    assert lse.flatten().tolist() == pytest.approx([-math.inf, -math.inf, 0.0, LN2], abs=FLOAT64)
     assert out[:, 0, :2].tolist() == [[0.0, 0.0], [0.0, 0.0], [2.0, 0.0], [1.0, 1.0]]
 
 
@@ -231,8 +233,8 @@ def test_decode_joins_both_caches_in_one_softmax() -> None:
         extra_kv_format=KvFormat.BF16,
         compute_dtype=torch.float64,
     )
-    assert out[0, 0, :2].tolist() == pytest.approx([4 / 3, 8 / 3], abs=1e-12)
-    assert float(lse) == pytest.approx(LN3, abs=1e-12)
+    assert out[0, 0, :2].tolist() == pytest.approx([4 / 3, 8 / 3], abs=FLOAT64)
+    assert float(lse) == pytest.approx(LN3, abs=FLOAT64)
 
 
 def test_dense_decode_reads_pages_in_table_order_and_aligns_causality_to_the_end() -> None:
@@ -252,8 +254,8 @@ def test_dense_decode_reads_pages_in_table_order_and_aligns_causality_to_the_end
         compute_dtype=torch.float64,
     )
     # The last of two new tokens sees positions 0..2, the one before sees 0..1.
-    assert out[0, :, 0, 0].tolist() == pytest.approx([1.5, 2.0], abs=1e-12)
-    assert lse[0, :, 0].tolist() == pytest.approx([LN2, LN3], abs=1e-12)
+    assert out[0, :, 0, 0].tolist() == pytest.approx([1.5, 2.0], abs=FLOAT64)
+    assert lse[0, :, 0].tolist() == pytest.approx([LN2, LN3], abs=FLOAT64)
 
 
 def test_merge_of_natural_lses_ln2_and_ln8() -> None:

@@ -66,7 +66,7 @@ CALL_LOG = (
         "mlacast/call_log/compare.py",
         "loose = expected.dtype in _FLOATS and (tolerance.rtol > 0 or tolerance.atol > 0)",
         "loose = tolerance.rtol > 0 or tolerance.atol > 0",
-        ("tests/logging/test_replay.py",),
+        ("tests/logging/test_replay_differences.py",),
     ),
     Fault(
         "replay-gaps",
@@ -75,7 +75,7 @@ CALL_LOG = (
         "mlacast/call_log/compare.py",
         "        if count:\n            self.differences",
         "        if count < 0:\n            self.differences",
-        ("tests/logging/test_replay.py",),
+        ("tests/logging/test_replay_differences.py",),
     ),
     Fault(
         "replay-checksum",

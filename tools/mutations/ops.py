@@ -170,7 +170,7 @@ OPS = (
         "mlacast/ops/query.py",
         "MAX_HEADS = 128",
         "MAX_HEADS = 256",
-        ("tests/ops/test_rejected_calls.py",),
+        ("tests/ops/test_refused_by_backends.py",),
     ),
     Fault(
         "query-norm-576",
@@ -179,7 +179,7 @@ OPS = (
         "mlacast/ops/query.py",
         'if sizes["d_qk"] == 576:',
         'if sizes["d_qk"] == 577:',
-        ("tests/ops/test_rejected_calls.py",),
+        ("tests/ops/test_refused_by_backends.py",),
     ),
     Fault(
         "v-scale-below-one",

@@ -22,6 +22,9 @@ from tests.compat.flash_mla.number_grid import FLOOR_BYTE
 FUSED = flash_mla.fused_norm_rope_attn_rope_cast
 ROPE_DIMS = [0, 1, 2, 31, 32, 63]
 INF = float("inf")
+# Here a logit has one product that is not zero, and a sum at most four exponentials: a result has a
+# few roundings of float32, 6e-8 each, in the norm, the scale, the sum and the logarithm.
+ROUNDINGS = 1e-6
 
 
 def rope_ramp() -> torch.Tensor:
@@ -49,10 +52,9 @@ def test_quarter_turn_reads_back_the_rotated_query(neox: bool, rotated: list[flo
     )
     _, _, max_logits, lse = FUSED.prefill(**arguments)
     expected = torch.tensor(rotated)[:, None].expand(-1, H_Q)
-    # One product is not zero: what is left are a few roundings of float32, 6e-8 each.
-    torch.testing.assert_close(max_logits, expected, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(max_logits, expected, rtol=ROUNDINGS, atol=0.0)
     # One key: the sum of exponentials is 1, so the lse is the logit itself.
-    torch.testing.assert_close(lse, expected, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(lse, expected, rtol=ROUNDINGS, atol=0.0)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +89,7 @@ def test_only_the_last_64_dims_rotate() -> None:
     )
     out_fp8, out_sf, _, lse = FUSED.prefill(**arguments)
     expected_lse = query[[0, 100, 447], None].expand(-1, H_Q)
-    torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(lse, expected_lse, rtol=ROUNDINGS, atol=0.0)
     expected = same_for_all_heads(one_hot_rows([0, 100, 447])).double()
     assert torch.equal(dequantised(out_fp8, out_sf), expected)
 
@@ -107,7 +109,7 @@ def test_rotated_query_is_rounded_to_bf16(cos: float, rounded: float) -> None:
         same_for_all_heads(query), query, torch.zeros(1, 1), table=one_row_table(cos, 0.0)
     )
     lse = FUSED.prefill(**arguments)[3]
-    torch.testing.assert_close(lse, torch.full((1, H_Q), rounded), rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(lse, torch.full((1, H_Q), rounded), rtol=ROUNDINGS, atol=0.0)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +127,7 @@ def test_norm_divides_by_the_root_mean_square(eps: float, logit: float) -> None:
         rms_norm_eps=eps,
     )
     torch.testing.assert_close(
-        FUSED.prefill(**arguments)[3], torch.full((1, H_Q), logit), rtol=1e-6, atol=0.0
+        FUSED.prefill(**arguments)[3], torch.full((1, H_Q), logit), rtol=ROUNDINGS, atol=0.0
     )
 
 
@@ -134,7 +136,7 @@ def test_norm_is_per_head() -> None:
     query = heads[None, :, None] * torch.ones(D_V)
     arguments = hand_prefill(query, one_hot_rows([3]), torch.zeros(1, 1), enable_q_norm=True)
     torch.testing.assert_close(
-        FUSED.prefill(**arguments)[3], torch.ones(1, H_Q), rtol=1e-6, atol=0.0
+        FUSED.prefill(**arguments)[3], torch.ones(1, H_Q), rtol=ROUNDINGS, atol=0.0
     )
 
 
@@ -149,7 +151,7 @@ def test_sink_joins_the_denominator_once_and_nothing_else() -> None:
     by_sink = {0.0: 3.0, -INF: 4.5, INF: 0.0}
     expected = torch.tensor([by_sink[sink] for sink in sinks.tolist()]).double()
     assert torch.equal(dequantised(out_fp8, out_sf)[0], expected[:, None].expand(-1, D_V))
-    torch.testing.assert_close(lse, torch.full((1, H_Q), math.log(2.0)), rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(lse, torch.full((1, H_Q), math.log(2.0)), rtol=ROUNDINGS, atol=0.0)
     assert torch.equal(max_logits, torch.zeros(1, H_Q))
 
 
@@ -167,7 +169,7 @@ def test_repeated_entry_counts_each_time() -> None:
     out_fp8, out_sf, _, lse = FUSED.prefill(**arguments)
     # (1 + 1 + 1 + 5) / 4
     assert torch.equal(dequantised(out_fp8, out_sf), torch.full((1, H_Q, D_V), 2.0).double())
-    torch.testing.assert_close(lse, torch.full((1, H_Q), math.log(4.0)), rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(lse, torch.full((1, H_Q), math.log(4.0)), rtol=ROUNDINGS, atol=0.0)
 
 
 GROUP_BYTES = (

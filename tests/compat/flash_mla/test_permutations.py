@@ -210,6 +210,7 @@ def test_both_permutations_around_the_fused_step(groups: int, granularity: int) 
     bytes_in_place = (out_sf.long()[..., position // 4] >> (8 * (position % 4))) & 0xFF
     in_place = out_fp8.double() * power_of_two(bytes_in_place).repeat_interleave(32, -1)
     actual = torch.einsum("tgk,gdk->tgd", in_place, real_weight(permuted_v, permuted_v_words, 32))
+    # The same products in another order, in float64.
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
