@@ -157,7 +157,9 @@ def score_role(
         # A selection stays in uniform registers, where a minimum would not.
         next_tile = tile + gl.num_programs(0)
         next_token = gl.where(next_tile < num_tiles, next_tile, tile) // HEAD_BLOCKS
-        num_blocks = block_count(row_length(length_ptr, stride_length, token, topk, HAS_LENGTH))
+        # No token is negative: a number of blocks that all tiles share would be kept, and spill.
+        columns = gl.where(token < 0, 0, topk)
+        num_blocks = block_count(row_length(length_ptr, stride_length, token, columns, HAS_LENGTH))
         if HAS_ROPE:
             next_angles = table_row(table_rows, positions_ptr, stride_positions, next_token)
         mbarrier.wait(barriers.index(K_READY + slot), phase)

@@ -74,8 +74,6 @@ def row_length(length_ptr, stride_length, token, topk, HAS_LENGTH: gl.constexpr)
     if HAS_LENGTH:
         length = gl.load(length_ptr + row_offset(token, stride_length))
         length = gl.minimum(gl.maximum(length, 0), topk)
-    else:
-        length = gl.where(token < 0, 0, topk)
     return length
 
 
