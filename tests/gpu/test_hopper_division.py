@@ -43,5 +43,6 @@ def test_bits_of_every_number(way: str) -> None:
         elif way == "normal_reciprocal":
             is_normal = (x.abs() >= LEAST_NORMAL) & (expected.abs() >= LEAST_NORMAL)
             same |= ~is_normal & ~x.isnan()
-        wrong = x[~same]
-        assert wrong.numel() == 0, f"{wrong.numel()} numbers, the first {wrong[:4].tolist()}"
+        wrong = (~same).nonzero().flatten()[:4]
+        words = [t[wrong].view(torch.int32).tolist() for t in (x, y, found, expected)]
+        assert wrong.numel() == 0, f"dividend or operand, divisor, found, expected: {words}"

@@ -32,11 +32,14 @@ fma.rn.f32 $0, $0, rest, $0;
 # Rounded to float32 that is right: 1 / x is no nearer than 2**-49 of its size to a number between
 # two float32 ones. Zero and infinity have no steps.
 _RECIPROCAL = gl.constexpr("""{
+.reg .f32 size;
 .reg .f64 wide, start, near, rest;
 .reg .pred steps;
+abs.f32 size, $1;
+setp.gt.f32 steps, size, 0f00000000;
+setp.lt.and.f32 steps, size, 0f7F800000, steps;
 cvt.f64.f32 wide, $1;
 rcp.approx.ftz.f64 start, wide;
-testp.normal.f64 steps, start;
 neg.f64 wide, wide;
 fma.rn.f64 rest, wide, start, 0d3FF0000000000000;
 fma.rn.f64 near, start, rest, start;
@@ -59,8 +62,11 @@ cvt.rn.f32.f64 $0, wide;
 # float64 number, and the nearest float32 one. Numbers between two float32 ones are float64 numbers,
 # or too far away.
 _QUOTIENT = gl.constexpr("""{
+.reg .f32 size;
 .reg .f64 dividend, divisor, inverse, near, rest;
 .reg .pred finite;
+abs.f32 size, $1;
+setp.lt.f32 finite, size, 0f7F800000;
 cvt.f64.f32 dividend, $1;
 cvt.f64.f32 divisor, $2;
 rcp.approx.ftz.f64 inverse, divisor;
@@ -68,7 +74,6 @@ neg.f64 divisor, divisor;
 fma.rn.f64 rest, divisor, inverse, 0d3FF0000000000000;
 fma.rn.f64 inverse, inverse, rest, inverse;
 mul.rn.f64 near, dividend, inverse;
-testp.finite.f64 finite, near;
 fma.rn.f64 rest, divisor, near, dividend;
 fma.rn.f64 rest, rest, inverse, near;
 selp.f64 near, rest, near, finite;
