@@ -203,8 +203,8 @@ HOPPER = (
         "sparse_mla_prefill",
         "one entry past the length counts",
         _SM90 + "sparse_mla_prefill_gather.py",
-        "mask=column < length, other=-1",
-        "mask=column <= length, other=-1",
+        "mask=first + lane < length, other=-1",
+        "mask=first + lane <= length, other=-1",
         (_PREFILL + "[bf16-h128-length-sink]",),
     ),
     Fault(
@@ -250,8 +250,8 @@ HOPPER = (
         "dense_mla_prefill",
         "a token sees the one after it",
         _SM90 + "dense_mla_prefill_attend.py",
-        "gl.minimum(opaque(local_row) + diagonal, num_keys - 1)",
-        "gl.minimum(opaque(local_row) + diagonal + 1, num_keys - 1)",
+        "gl.minimum(opaque_rows(ROW) + diagonal, num_keys - 1)",
+        "gl.minimum(opaque_rows(ROW) + diagonal + 1, num_keys - 1)",
         (_DENSE + "test_causal_bf16",),
     ),
     Fault(
