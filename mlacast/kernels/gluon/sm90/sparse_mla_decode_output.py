@@ -9,11 +9,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from mlacast.kernels.common.sm90_order import held_back
 from mlacast.kernels.common.sm90_rescale import rescale
 from mlacast.kernels.common.sm90_rotation import (
+    aligned_offset,
     halves,
     load_angles,
-    opaque,
+    prefetch_angles,
+    opaque_rows,
     rotate_back,
     row_offset,
     split_pairs,
@@ -54,7 +57,7 @@ def _store_partial(
         [64, 128],
     )
     o = gl.convert_layout(o, LAYOUT)
-    head = first_head + opaque(gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT)))
+    head = first_head + opaque_rows(gl.SliceLayout(1, LAYOUT))
     d = FIRST + gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
     pointers = partial_out_ptr + state * 512 + ((head * 512)[:, None] + d[None, :])
     if FULL_TILES:
@@ -190,24 +193,26 @@ def output_role(
                 )
         else:
             if ROTATES:
-                cos, sin = load_angles(table_ptr, stride_table, angles, pairs)
+                prefetch_angles(table_ptr, stride_table, angles)
             mbarrier.wait(factor_ready, item_phase)
             factor = factor_smem.load(ROW)
             mbarrier.arrive(factor_free, count=1)
             item_phase ^= 1
-            alive = gl.where(factor == 0.0, 0, -1)
             row = token.to(gl.int64)
             padding = gl.where(token == num_tokens - 1, padding_rows, 0)
-            # The rotated block first: its angles occupy registers until then.
-            for first in gl.static_range(128, -1, -128):
+            # The rotated block last: only then are there registers for its angles.
+            for first in gl.static_range(0, 256, 128):
                 block = even if first == 0 else odd
+                factor = held_back(factor)
                 if ROTATES and first == 128:
+                    cos, sin = load_angles(table_ptr, stride_table, angles, pairs)
                     block = rotate_back(block, cos, sin, HALF_PAIRING)
+                alive = gl.where(factor == 0.0, 0, -1)
                 store_scaled_block(
                     block,
                     factor,
                     alive,
-                    data_ptr + row * stride_data_token,
+                    data_ptr + aligned_offset(token, stride_data_token),
                     stride_data_group,
                     sf_ptr,
                     stride_sf_token,
