@@ -60,13 +60,14 @@ cvt.rn.f32.f64 $0, wide;
 
 # $0 = $1 / $2 for every float32 $1, where 1 / $2 is neither subnormal nor infinite: the nearest
 # float64 number, and the nearest float32 one. Numbers between two float32 ones are float64 numbers,
-# or too far away.
+# or too far away. A step would take the sign of a zero.
 _QUOTIENT = gl.constexpr("""{
 .reg .f32 size;
 .reg .f64 dividend, divisor, inverse, near, rest;
-.reg .pred finite;
+.reg .pred steps;
 abs.f32 size, $1;
-setp.lt.f32 finite, size, 0f7F800000;
+setp.gt.f32 steps, size, 0f00000000;
+setp.lt.and.f32 steps, size, 0f7F800000, steps;
 cvt.f64.f32 dividend, $1;
 cvt.f64.f32 divisor, $2;
 rcp.approx.ftz.f64 inverse, divisor;
@@ -76,7 +77,7 @@ fma.rn.f64 inverse, inverse, rest, inverse;
 mul.rn.f64 near, dividend, inverse;
 fma.rn.f64 rest, divisor, near, dividend;
 fma.rn.f64 rest, rest, inverse, near;
-selp.f64 near, rest, near, finite;
+selp.f64 near, rest, near, steps;
 cvt.rn.f32.f64 $0, near;
 }""")
 
