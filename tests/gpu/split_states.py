@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import mlacast
+from mlacast.kernels.common.attention_arguments import rope_arguments
 from mlacast.kernels.common.combine_splits import split_scratch
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.targets import store_target
+from mlacast.kernels.config.attention import end_config
 from tests import oracles
 
 Merge = Callable[..., None]
@@ -88,27 +89,16 @@ def merge_into(
         # Not a copy, which is no kernel: nothing is launched ahead of its end.
         torch.mul(values, 1.0, out=part[: len(values)])
     rope, sink = states.rope, states.sink
-    arguments: list[Any] = [
-        lse if sink is None else sink,
-        lse if rope is None else rope.cos_sin_cache,
-        0 if rope is None else rope.cos_sin_cache.stride(0),
-        0 if rope is None else rope.cos_sin_cache.shape[0],
-        lse if rope is None else rope.positions,
-        0 if rope is None else rope.positions.stride(0),
-        lse,
-    ]
     merge(
         launches,
         partials,
-        arguments,
+        rope_arguments(sink, rope, lse, lse),
+        lse,
         store_target(out),
         tokens,
         heads,
         splits,
-        d_qk,
-        HAS_ROPE=rope is not None,
-        HALF_PAIRING=rope is not None and rope.pairing == "half",
-        HAS_SINK=sink is not None,
+        end_config(d_qk, sink, rope),
     )
 
 

@@ -20,7 +20,7 @@ from mlacast.kernels.common.numbers import (
     negative_zero,
 )
 from mlacast.kernels.common.record_places import page_division, record_places
-from mlacast.kernels.common.store import store_output
+from mlacast.kernels.common.store import Target, store_output
 from mlacast.kernels.common.targets import store_target
 
 
@@ -117,12 +117,7 @@ def _store_kernel(
     num_tokens,
     num_heads,
     BLOCK_H: tl.constexpr,
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    F: tl.constexpr,
-    CHUNK32: tl.constexpr,
-    AMAX_FLOOR: tl.constexpr,
-    SF_COLUMN_TILES: tl.constexpr,
+    OUTPUT: tl.constexpr,
 ):
     """Store BLOCK_H heads of one token of ``x [s_q, h, 512]``. Grid: (s_q, ceil(h / BLOCK_H))."""
     token = tl.program_id(0).to(tl.int64)
@@ -134,31 +129,19 @@ def _store_kernel(
         mask=(head < num_heads)[:, None],
         other=0.0,
     )
-    store_output(
-        x,
-        head_start,
-        num_heads,
-        token,
+    target = Target(
         data_ptr,
+        sf_ptr,
+        scale_ptr,
         stride_data_token,
         stride_data_group,
-        sf_ptr,
         stride_sf_token,
         stride_sf_group,
         stride_sf_word,
-        scale_ptr,
-        row_start + token,
-        tl.where(token == num_tokens - 1, padding_rows, 0),
-        0,
-        BLOCK_H,
-        512,
-        KIND,
-        GROUP,
-        F,
-        CHUNK32,
-        AMAX_FLOOR,
-        SF_COLUMN_TILES,
+        row_start,
     )
+    padding = tl.where(token == num_tokens - 1, padding_rows, 0)
+    store_output(x, head_start, num_heads, token, padding, target, 0, OUTPUT)
 
 
 def store(x: Tensor, out: mlacast.QuantizedTensor, block_h: int = 4) -> None:
@@ -172,7 +155,7 @@ def store(x: Tensor, out: mlacast.QuantizedTensor, block_h: int = 4) -> None:
         tokens,
         heads,
         BLOCK_H=block_h,
-        **target.constants,
+        OUTPUT=target.config,
         num_warps=4,
         enable_fp_fusion=False,
     )

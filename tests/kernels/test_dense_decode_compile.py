@@ -12,18 +12,21 @@ triton = pytest.importorskip("triton", reason="the portable kernels need triton"
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from mlacast.kernels.config.attention import (  # noqa: E402
+    EndConfig,
+    PoolConfig,
+    QueryConfig,
+    ScaleConfig,
+)
 from mlacast.kernels.triton import decode_metadata, dense_mla_decode  # noqa: E402
 from tests.kernels import test_triton_compile as gates  # noqa: E402
 from tests.kernels.sm90_build import disassemble  # noqa: E402
 
 DENSE = dense_mla_decode._dense_mla_decode_kernel
 PLANNER = decode_metadata._decode_metadata_kernel
-FP8 = {
-    name: gates.FP8_POOL[name]
-    for name in ("FORMAT", "INLINE", "IS_SPLIT", "HAS_SM_SCALE", "HAS_V_SCALE")
-}
-ROWS = {**FP8, "FORMAT": "rows", "IS_SPLIT": False, "HAS_SM_SCALE": False, "HAS_V_SCALE": False}
-COMMON = {"D_QK": 576, "HAS_SINK": True, "CAUSAL": True}
+FP8 = {name: gates.FP8_POOL[name] for name in ("POOL", "SCALES", "IS_SPLIT")}
+ROWS = {"POOL": PoolConfig("rows"), "SCALES": ScaleConfig(), "IS_SPLIT": False}
+COMMON = {"QUERY": QueryConfig(576), "END": EndConfig(has_sink=True), "CAUSAL": True}
 PLAIN_TYPES = {"data_ptr": "*bf16", "sf_ptr": "*bf16", "scale_ptr": "*bf16"}
 TABLES = {"page_table_ptr": "*i32", "seq_lens_ptr": "*i32"}
 

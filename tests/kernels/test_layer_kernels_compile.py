@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from mlacast.kernels.config.dense_prefill import PrefillConfig, prefill_config  # noqa: E402
+from mlacast.kernels.config.output import OutputConfig  # noqa: E402
 from mlacast.kernels.triton import (  # noqa: E402
     dense_mla_prefill,
     merge_attention_states,
@@ -76,8 +77,7 @@ def _prefill(
 ) -> Configuration:
     constants = {
         "CAUSAL": causal,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
+        "TILES": config,
         "heads_per_key_head": 1,
     }
     product = "HGMMA" if capability == 90 else "HMMA"
@@ -138,12 +138,9 @@ CONFIGURATIONS = (
 def _compile(configuration: Configuration) -> Any:
     kind, group, codes, scales = KINDS[configuration.kind]
     constants = {
-        "KIND": kind,
-        "GROUP": group,
-        "F": 16384,
-        "CHUNK32": False,
-        "AMAX_FLOOR": 1e-10,
-        "SF_COLUMN_TILES": 256 if configuration.kind == "nvfp4" else 0,
+        "OUTPUT": OutputConfig(
+            kind, group, 16384, False, 1e-10, 256 if configuration.kind == "nvfp4" else 0
+        ),
         "NATIVE": configuration.capability >= 89,
         **configuration.constants,
     }

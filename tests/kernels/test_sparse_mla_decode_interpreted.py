@@ -14,6 +14,7 @@ import mlacast
 from mlacast.kernels.common.combine_splits import combine_splits
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.targets import store_target
+from mlacast.kernels.config.attention import EndConfig
 from tests import oracles
 from tests.cache_writers import FilledCache
 from tests.format_cases import FAMILIES, MXFP8_CHUNK32, FormatCase, case_id
@@ -275,15 +276,13 @@ def test_more_splits_than_are_read_at_a_time() -> None:
     combine_splits(
         Launches(lse.device, target),
         [outs, maxima, sums],
-        [lse, lse, 0, 0, lse, 0, lse],
+        [lse, lse, 0, 0, lse, 0],
+        lse,
         target,
         tokens,
         heads,
         splits,
-        512,
-        HAS_ROPE=False,
-        HALF_PAIRING=False,
-        HAS_SINK=False,
+        EndConfig(),
     )
     base = maxima.double().amax(0).nan_to_num(neginf=0.0)
     weights = torch.exp2(maxima.double() - base)

@@ -16,6 +16,13 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from mlacast.kernels.common import combine_splits  # noqa: E402
+from mlacast.kernels.config.attention import (  # noqa: E402
+    EndConfig,
+    PoolConfig,
+    QueryConfig,
+    ScaleConfig,
+)
+from mlacast.kernels.config.output import OutputConfig  # noqa: E402
 from mlacast.kernels.config.sparse_attention import tile_config  # noqa: E402
 from mlacast.kernels.triton import sparse_mla_decode, sparse_mla_prefill  # noqa: E402
 from tests.kernels.sm90_build import disassemble  # noqa: E402
@@ -23,38 +30,26 @@ from tests.kernels.sm90_build import disassemble  # noqa: E402
 # Shared memory a block may have: 227 KB on compute capability 9.0, 163 KB on 8.0.
 SHARED_LIMIT = {90: 227 * 1024, 80: 163 * 1024}
 
-STORE = {
-    "KIND": 4,
-    "GROUP": 32,
-    "F": 4096,
-    "CHUNK32": True,
-    "AMAX_FLOOR": 1e-4,
-    "SF_COLUMN_TILES": 0,
+STORE = {"OUTPUT": OutputConfig(4, 32, 4096, True, 1e-4, 0)}
+TO_FP8 = {"OUTPUT": OutputConfig(4, 128, 4096, False, 1e-4, 0)}
+TO_NVFP4 = {"OUTPUT": OutputConfig(5, 16, 4096, False, 1e-4, 128)}
+PLAIN_STORE = {"OUTPUT": OutputConfig(0, 512, 512, False, 1e-4, 0)}
+FUSED_QUERY = QueryConfig(512, chunk16=True, has_norm=True, is_rotated=True)
+QUERY = {
+    "QUERY": FUSED_QUERY,
+    "POOL": PoolConfig("rows", has_length=True),
+    "END": EndConfig(has_sink=True, rotates_back=True),
 }
-PLAIN_STORE = {**STORE, "KIND": 0, "GROUP": 512, "F": 512, "CHUNK32": False}
-EPILOGUE = {"HAS_ROPE": True, "HALF_PAIRING": False, "HAS_SINK": True}
-QUERY = {**EPILOGUE, "D_QK": 512, "CHUNK16": True, "HAS_NORM": True, "HAS_LENGTH": True}
-TWO_POOLS = {
-    "FORMAT": "v4",
-    "INLINE": False,
-    "HAS_EXTRA": True,
-    "HAS_EXTRA_LENGTH": True,
-    "EXTRA_FORMAT": "v4",
-    "EXTRA_INLINE": False,
-    "IS_SPLIT": True,
-    "ROTATE_QUERY": True,
-    "HAS_SM_SCALE": False,
-    "HAS_V_SCALE": False,
+WIDE_QUERY = {
+    **QUERY,
+    "QUERY": QueryConfig(576, is_rotated=True),
+    "END": EndConfig(has_sink=True),
 }
-FP8_POOL = {
-    **TWO_POOLS,
-    "FORMAT": "fp8",
-    "HAS_EXTRA": False,
-    "EXTRA_FORMAT": "fp8",
-    "ROTATE_QUERY": False,
-    "HAS_SM_SCALE": True,
-    "HAS_V_SCALE": True,
-}
+V4_POOL = PoolConfig("v4", has_length=True)
+SPLIT = {"SCALES": ScaleConfig(), "IS_SPLIT": True}
+TWO_POOLS = {**SPLIT, "POOL": V4_POOL, "EXTRA": V4_POOL}
+FP8 = PoolConfig("fp8", has_length=True)
+FP8_POOL = {"SCALES": ScaleConfig(True, True), "IS_SPLIT": True, "POOL": FP8, "EXTRA": None}
 PREFILL = sparse_mla_prefill._sparse_mla_prefill_kernel
 DECODE = sparse_mla_decode._sparse_mla_decode_kernel
 COMBINE = combine_splits.combine_splits_kernel
@@ -87,7 +82,7 @@ CONFIGURATIONS = (
         "prefill_h16_bf16_576",
         PREFILL,
         16,
-        {**QUERY, **PLAIN_STORE, "D_QK": 576, "CHUNK16": False, "HAS_NORM": False},
+        {**WIDE_QUERY, **PLAIN_STORE},
         {"data_ptr": "*bf16", "sf_ptr": "*bf16", "scale_ptr": "*bf16"},
     ),
     Configuration("prefill_h16_sm80", PREFILL, 16, {**QUERY, **STORE}, capability=80),
@@ -98,16 +93,11 @@ CONFIGURATIONS = (
         16,
         {
             **QUERY,
-            **STORE,
-            **TWO_POOLS,
-            "FORMAT": "v41_fp4",
-            "HAS_EXTRA": False,
-            "EXTRA_FORMAT": "v41_fp4",
+            **TO_NVFP4,
+            **SPLIT,
+            "POOL": PoolConfig("v41_fp4", has_length=True),
+            "EXTRA": None,
             "IS_SPLIT": False,
-            "KIND": 5,
-            "GROUP": 16,
-            "CHUNK32": False,
-            "SF_COLUMN_TILES": 128,
         },
         {"sf_ptr": "*u8"},
     ),
@@ -116,15 +106,11 @@ CONFIGURATIONS = (
         DECODE,
         16,
         {
-            **QUERY,
+            **WIDE_QUERY,
             **STORE,
-            **TWO_POOLS,
-            "D_QK": 576,
-            "CHUNK16": False,
-            "HAS_NORM": False,
-            "FORMAT": "v32",
-            "HAS_EXTRA": False,
-            "EXTRA_FORMAT": "v32",
+            **SPLIT,
+            "POOL": PoolConfig("v32", has_length=True),
+            "EXTRA": None,
         },
         capability=80,
     ),
@@ -132,34 +118,17 @@ CONFIGURATIONS = (
         "decode_h64_fp8_query_576",
         DECODE,
         64,
-        {
-            **QUERY,
-            **PLAIN_STORE,
-            **FP8_POOL,
-            "D_QK": 576,
-            "CHUNK16": False,
-            "HAS_NORM": False,
-            "HAS_ROPE": False,
-        },
+        {**WIDE_QUERY, **PLAIN_STORE, **FP8_POOL, "QUERY": QueryConfig(576)},
         {"q_ptr": "*u8", "data_ptr": "*bf16", "sf_ptr": "*bf16", "scale_ptr": "*bf16"},
     ),
     Configuration(
         "decode_h64_fp8_query_512_to_fp8",
         DECODE,
         64,
-        {
-            **QUERY,
-            **STORE,
-            **FP8_POOL,
-            "HAS_EXTRA": True,
-            "GROUP": 128,
-            "CHUNK32": False,
-            "CHUNK16": False,
-            "HAS_NORM": False,
-        },
+        {**QUERY, **TO_FP8, **FP8_POOL, "QUERY": QueryConfig(512), "EXTRA": FP8},
         {"q_ptr": "*u8"},
     ),
-    Configuration("combine", COMBINE, 0, {**EPILOGUE, **STORE, "ROTATE_BACK": True}),
+    Configuration("combine", COMBINE, 0, {"END": QUERY["END"], **STORE}),
 )
 
 
@@ -184,7 +153,7 @@ def _compile(configuration: Configuration) -> Any:
     options: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
     if configuration.heads:
         tile = tile_config(configuration.heads)
-        constants.update(BLOCK_H=tile.block_h, BLOCK_N=tile.block_n)
+        constants.update(TILES=tile)
         options.update(num_warps=tile.num_warps, num_stages=tile.num_stages)
     else:
         constants.update(BLOCK_H=4, WIDTH=128)

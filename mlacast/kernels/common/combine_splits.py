@@ -14,9 +14,10 @@ import triton.language as tl
 
 from mlacast.errors import fail
 from mlacast.kernels.common.launch import Launches
-from mlacast.kernels.common.sparse_attention import finish_rows
-from mlacast.kernels.common.store import store_output
+from mlacast.kernels.common.sparse_attention import find_angles, finish_rows
+from mlacast.kernels.common.store import Target, store_output
 from mlacast.kernels.common.targets import StoreTarget
+from mlacast.kernels.config.attention import EndConfig
 
 # Counts and strides that vary while serving must not pick another variant of the kernel.
 VARYING_IN_EPILOGUE = [
@@ -50,6 +51,30 @@ _WIDTH = 128
 _FEW_ROWS = 1024
 
 
+@triton.jit
+def store_split(
+    acc,
+    running_max,
+    running_sum,
+    partial_out_ptr,
+    partial_max_ptr,
+    partial_sum_ptr,
+    split,
+    token,
+    head_start,
+    num_tokens,
+    num_heads,
+):
+    """Leave the softmax state of a split: ``acc`` [BLOCK_H, 512], maxima and sums [BLOCK_H]."""
+    head = head_start + tl.arange(0, acc.shape[0])
+    row = (split * num_tokens + token) * num_heads + head
+    d = tl.arange(0, 512)
+    mask = (head < num_heads)[:, None] & (d >= 0)[None, :]
+    tl.store(partial_out_ptr + row[:, None] * 512 + d[None, :], acc, mask=mask)
+    tl.store(partial_max_ptr + row, running_max, mask=head < num_heads)
+    tl.store(partial_sum_ptr + row, running_sum, mask=head < num_heads)
+
+
 @triton.jit(
     do_not_specialize=VARYING_IN_EPILOGUE,
     do_not_specialize_on_alignment=UNALIGNED_IN_EPILOGUE,
@@ -78,18 +103,10 @@ def combine_splits_kernel(
     num_tokens,
     num_heads,
     num_splits,
-    HAS_ROPE: tl.constexpr,
-    ROTATE_BACK: tl.constexpr,
-    HALF_PAIRING: tl.constexpr,
-    HAS_SINK: tl.constexpr,
     BLOCK_H: tl.constexpr,
     WIDTH: tl.constexpr,
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    F: tl.constexpr,
-    CHUNK32: tl.constexpr,
-    AMAX_FLOOR: tl.constexpr,
-    SF_COLUMN_TILES: tl.constexpr,
+    END: tl.constexpr,
+    OUTPUT: tl.constexpr,
 ):
     """Merge a quarter of BLOCK_H heads of one token. Grid: (s_q * ceil(h_q / BLOCK_H), 4).
 
@@ -128,53 +145,32 @@ def combine_splits_kernel(
         weight = tl.exp2(part_max - shift)
         acc += part * weight[:, None]
         running_sum += part_sum * weight
-    table_row = token * 0
-    if HAS_ROPE:
-        position = tl.load(positions_ptr + token * stride_positions).to(tl.int64)
-        table_row = tl.minimum(tl.maximum(position, 0), table_rows - 1)
-    out, lse, _ = finish_rows(
-        acc,
-        running_max,
-        running_sum,
-        sink_ptr,
-        head_start,
-        num_heads,
+    angles = find_angles(
         table_ptr,
         stride_table,
-        table_row,
-        first,
-        BLOCK_H,
-        WIDTH,
-        HAS_SINK,
-        ROTATE_BACK,
-        HALF_PAIRING,
+        table_rows,
+        positions_ptr,
+        stride_positions,
+        token,
+        END.rotates_back,
+    )
+    out, lse, _ = finish_rows(
+        acc, running_max, running_sum, sink_ptr, head_start, num_heads, angles, first, END
     )
     tl.store(lse_ptr + row, lse, mask=in_range & (first == 0))
-    store_output(
-        out,
-        head_start,
-        num_heads,
-        token,
+    target = Target(
         data_ptr,
+        sf_ptr,
+        scale_ptr,
         stride_data_token,
         stride_data_group,
-        sf_ptr,
         stride_sf_token,
         stride_sf_group,
         stride_sf_word,
-        scale_ptr,
-        row_start + token,
-        tl.where(token == num_tokens - 1, padding_rows, 0),
-        first,
-        BLOCK_H,
-        WIDTH,
-        KIND,
-        GROUP,
-        F,
-        CHUNK32,
-        AMAX_FLOOR,
-        SF_COLUMN_TILES,
+        row_start,
     )
+    padding = tl.where(token == num_tokens - 1, padding_rows, 0)
+    store_output(out, head_start, num_heads, token, padding, target, first, OUTPUT)
 
 
 def split_scratch(
@@ -202,25 +198,25 @@ def combine_splits(
     launches: Launches,
     partials: list[torch.Tensor],
     rope_arguments: list[Any],
+    lse: torch.Tensor,
     target: StoreTarget,
     num_tokens: int,
     num_heads: int,
     num_splits: int,
-    d_qk: int,
-    **flags: bool,
+    end: EndConfig,
 ) -> None:
     """Launch the merge.
 
     Args:
         launches: Launches of the call.
         partials: From ``split_scratch``, filled.
-        rope_arguments: sink, table, its stride and rows, positions, their stride, lse.
+        rope_arguments: From ``rope_arguments``.
+        lse: [s_q, h_q] float32, filled here.
         target: Where the output goes.
         num_tokens: s_q.
         num_heads: h_q.
         num_splits: Splits of every row.
-        d_qk: The output is rotated back for 512 only.
-        **flags: HAS_ROPE, HALF_PAIRING, HAS_SINK.
+        end: What follows the merge.
     """
     # Few rows need every multiprocessor; many are cheaper in larger programs.
     block_h = 1 if num_tokens * num_heads <= _FEW_ROWS else 4
@@ -229,16 +225,16 @@ def combine_splits(
         (num_tokens * triton.cdiv(num_heads, block_h), 512 // _WIDTH),
         *partials,
         *rope_arguments,
+        lse,
         *target.tensors.values(),
         *target.numbers.values(),
         num_tokens,
         num_heads,
         num_splits,
-        ROTATE_BACK=flags["HAS_ROPE"] and d_qk == 512,
         BLOCK_H=block_h,
         WIDTH=_WIDTH,
-        **flags,
-        **target.constants,
+        END=end,
+        OUTPUT=target.config,
         num_warps=1,
         enable_fp_fusion=False,
     )

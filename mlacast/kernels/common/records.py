@@ -1,13 +1,24 @@
 """Load cached tokens as a tile of matrix operands: one function per record format.
 
-``cache_ptr`` addresses bytes, except for plain rows. ``page`` and ``offset`` are int64 [BLOCK_N];
-invalid tokens read nothing and give zeros.
+A cache is one of bytes, except for plain rows. ``page`` and ``offset`` are int64 [BLOCK_N]; invalid
+tokens read nothing and give zeros.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from mlacast.kernels.common.numbers import decode_e2m1, decode_e4m3, decode_ue8m0
+
+
+class Cache(NamedTuple):
+    """Pages of tokens; strides count elements."""
+
+    ptr: Any
+    stride_page: Any
+    stride_token: Any
+    page_size: Any
 
 
 @triton.jit
@@ -39,26 +50,21 @@ def _bf16_columns(cache_ptr, start, first: tl.constexpr, valid, D: tl.constexpr)
 
 
 @triton.jit
-def load_records(
-    cache_ptr,
-    stride_page,
-    stride_token,
-    page,
-    offset,
-    page_size,
-    valid,
-    FORMAT: tl.constexpr,
-    INLINE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+def load_records(cache, page, offset, valid, POOL: tl.constexpr):
     """The first 512 dimensions of each token, [BLOCK_N, 512] float32 (rows: their own dtype).
 
-    FORMAT is "rows", "fp8", "v32", "v4", "v41", "v41_fp4" or "nvfp4_384". INLINE: scales follow
+    Records are "rows", "fp8", "v32", "v4", "v41", "v41_fp4" or "nvfp4_384". Inline: scales follow
     each token; else they stand after the last token of the page.
     """
+    FORMAT: tl.constexpr = POOL.record
+    INLINE: tl.constexpr = POOL.is_inline
+    BLOCK_N: tl.constexpr = valid.shape[0]
+    cache_ptr = cache.ptr
+    stride_token = cache.stride_token
+    page_size = cache.page_size
     d = tl.arange(0, 512)
     mask = valid[:, None] & (d >= 0)[None, :]
-    page_start = page * stride_page
+    page_start = page * cache.stride_page
     if FORMAT == "rows":
         start = page_start + offset * stride_token
         return tl.load(cache_ptr + start[:, None] + d[None, :], mask=mask, other=0.0)
@@ -113,19 +119,13 @@ def load_records(
 
 
 @triton.jit
-def load_rope_tail(
-    cache_ptr,
-    stride_page,
-    stride_token,
-    page,
-    offset,
-    valid,
-    FORMAT: tl.constexpr,
-):
+def load_rope_tail(cache, page, offset, valid, POOL: tl.constexpr):
     """Dimensions 512..575 of each token of a 576-wide format, [BLOCK_N, 64]."""
+    FORMAT: tl.constexpr = POOL.record
+    cache_ptr = cache.ptr
     d = tl.arange(0, 64)
     mask = valid[:, None] & (d >= 0)[None, :]
-    start = page * stride_page + offset * stride_token
+    start = page * cache.stride_page + offset * cache.stride_token
     if FORMAT == "rows":
         return tl.load(cache_ptr + start[:, None] + (512 + d)[None, :], mask=mask, other=0.0)
     elif FORMAT == "fp8":

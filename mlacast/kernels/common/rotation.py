@@ -12,16 +12,15 @@ def load_rotated(
     offsets,
     partner_offsets,
     mask,
-    table_ptr,
-    stride_table,
-    table_row,
+    angles,
     D: tl.constexpr,
     HALF_PAIRING: tl.constexpr,
 ):
     """Load a tile [BLOCK_H, D] and rotate its last 64 columns; the result has the dtype of memory.
 
     Each rotated element loads its partner as well, which keeps the work elementwise.
-    ``partner_offsets`` addresses the partner of every column (see ``partner_column``).
+    ``partner_offsets`` addresses the partner of every column (see ``partner_column``), ``angles``
+    is a table with the row of the token.
     """
     d = tl.arange(0, D)
     is_rope = d >= D - 64
@@ -30,7 +29,7 @@ def load_rotated(
     within = d - (D - 64)
     pair = within % 32 if HALF_PAIRING else within // 2
     is_first = (within < 32) if HALF_PAIRING else (within % 2 == 0)
-    row_ptr = table_ptr + table_row * stride_table
+    row_ptr = angles.table_ptr + angles.row * angles.stride_table
     cos = tl.load(row_ptr + pair, mask=is_rope, other=1.0)
     sin = tl.load(row_ptr + 32 + pair, mask=is_rope, other=0.0)
     signed_sin = tl.where(is_first, -sin, sin)
@@ -47,27 +46,21 @@ def partner_column(d, D: tl.constexpr, HALF_PAIRING: tl.constexpr):
 
 
 @triton.jit
-def rotate_back_last_64(
-    x,
-    table_ptr,
-    stride_table,
-    table_row,
-    BLOCK_H: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HALF_PAIRING: tl.constexpr,
-):
+def rotate_back_last_64(x, angles, HALF_PAIRING: tl.constexpr):
     """Rotate the last 64 columns of ``x [BLOCK_H, WIDTH]`` by the negative angle of a table row.
 
     The 64 columns are taken out, rotated and put back: cosines for all columns would cost a
     thread hundreds of registers.
     """
+    BLOCK_H: tl.constexpr = x.shape[0]
+    WIDTH: tl.constexpr = x.shape[1]
     LAST: tl.constexpr = WIDTH // 64 - 1
     blocks = tl.reshape(x, (BLOCK_H, LAST + 1, 64))
     is_rope = (tl.arange(0, LAST + 1) == LAST)[None, :, None]
     # -0.0 is the identity of addition: the sum over blocks returns the last one bit for bit.
     rope = tl.sum(tl.where(is_rope, blocks, negative_zero()), 1)
     pair = tl.arange(0, 32)
-    row_ptr = table_ptr + table_row * stride_table
+    row_ptr = angles.table_ptr + angles.row * angles.stride_table
     cos = tl.load(row_ptr + pair)[None, :]
     sin = tl.load(row_ptr + 32 + pair)[None, :]
     if HALF_PAIRING:

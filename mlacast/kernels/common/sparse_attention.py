@@ -1,4 +1,9 @@
-"""The query side and the key loop of sparse attention, shared by prefill and decode."""
+"""The query side and the key loop of sparse attention, shared by prefill and decode.
+
+Compile-time arguments are values of ``config.attention``.
+"""
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -9,6 +14,64 @@ from mlacast.kernels.common.rotation import load_rotated, partner_column, rotate
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+
+
+class IndexList(NamedTuple):
+    """Index rows of all tokens: slots, and how many of a row count."""
+
+    indices_ptr: Any
+    stride_indices: Any
+    width: Any
+    length_ptr: Any
+    stride_length: Any
+
+
+class Angles(NamedTuple):
+    """A table of cosines and sines, and the row of a token."""
+
+    table_ptr: Any
+    stride_table: Any
+    row: Any
+
+
+class Query(NamedTuple):
+    """What `load_query` gives."""
+
+    main: Any
+    tail: Any
+    score_scale: Any
+
+
+@triton.jit
+def row_length(entries, token, HAS_LENGTH: tl.constexpr):
+    """Entries of a token's index row that count, clamped to its width."""
+    length = entries.width
+    if HAS_LENGTH:
+        length = tl.load(entries.length_ptr + token * entries.stride_length)
+        length = tl.minimum(tl.maximum(length, 0), entries.width)
+    return length
+
+
+@triton.jit
+def find_angles(
+    table_ptr, stride_table, table_rows, positions_ptr, stride_positions, token, HAS: tl.constexpr
+):
+    """The angles of a token, whose position is clamped to the table; without HAS nobody's."""
+    row = token * 0
+    if HAS:
+        position = tl.load(positions_ptr + token * stride_positions).to(tl.int64)
+        row = tl.minimum(tl.maximum(position, 0), table_rows - 1)
+    return Angles(table_ptr, stride_table, row)
+
+
+@triton.jit
+def load_scales(sm_scale, v_scale, sm_scale_ptr, v_scale_ptr, SCALES: tl.constexpr):
+    """Scales of scores and values, each the number or what the pointer points at."""
+    if SCALES.sm_on_device:
+        sm_scale = tl.load(sm_scale_ptr)
+    if SCALES.v_on_device:
+        v_scale = tl.load(v_scale_ptr)
+    return sm_scale, v_scale
 
 
 @triton.jit
@@ -40,117 +103,76 @@ def load_query(
     head_start,
     num_heads,
     eps,
-    table_ptr,
-    stride_table,
-    table_row,
+    angles,
     sm_scale,
     BLOCK_H: tl.constexpr,
-    D_QK: tl.constexpr,
-    CHUNK16: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    HAS_ROPE: tl.constexpr,
-    HALF_PAIRING: tl.constexpr,
+    QUERY: tl.constexpr,
 ):
     """Load, norm and rotate the heads of one token.
 
     Returns:
-        The first 512 dimensions [BLOCK_H, 512] and the last 64 [BLOCK_H, 64] (of a 576-wide query;
-        else zeros nobody reads), in the query's dtype (float16 for e4m3 codes, which come without
-        norm and rotation), and the base-2 score scale [BLOCK_H].
+        A `Query`: the first 512 dimensions [BLOCK_H, 512] and the last 64 [BLOCK_H, 64] (of a
+        576-wide query; else zeros nobody reads), in the query's dtype (float16 for e4m3 codes,
+        which come without norm and rotation), and the base-2 score scale [BLOCK_H].
     """
     head = head_start + tl.arange(0, BLOCK_H)
     d = tl.arange(0, 512)
     mask = (head < num_heads)[:, None] & (d >= 0)[None, :]
     base = q_ptr + token * stride_q_token
-    offsets = _query_offsets(head, d, stride_q_head, num_heads, CHUNK16)
-    if HAS_ROPE and D_QK == 512:
-        partner = partner_column(d, 512, HALF_PAIRING)
-        q = load_rotated(
-            base,
-            offsets,
-            _query_offsets(head, partner, stride_q_head, num_heads, CHUNK16),
-            mask,
-            table_ptr,
-            stride_table,
-            table_row,
-            512,
-            HALF_PAIRING,
-        )
+    offsets = _query_offsets(head, d, stride_q_head, num_heads, QUERY.chunk16)
+    if QUERY.is_rotated and QUERY.d_qk == 512:
+        partner = partner_column(d, 512, QUERY.half_pairing)
+        partners = _query_offsets(head, partner, stride_q_head, num_heads, QUERY.chunk16)
+        q = load_rotated(base, offsets, partners, mask, angles, 512, QUERY.half_pairing)
     else:
         q = _load_plain(base, offsets, mask)
     scale = tl.full((BLOCK_H,), 0.0, tl.float32) + sm_scale * LOG2_E
-    if HAS_NORM:
+    if QUERY.has_norm:
         # The norm is that of the un-rotated query.
         raw = tl.load(base + offsets, mask=mask, other=0.0).to(tl.float32)
         scale *= tl.rsqrt(tl.sum(raw * raw, 1) / 512.0 + eps)
     tail = tl.zeros((BLOCK_H, 64), q.dtype)
-    if D_QK == 576:
+    if QUERY.d_qk == 576:
         tail_d = tl.arange(0, 64)
         tail_mask = (head < num_heads)[:, None] & (tail_d >= 0)[None, :]
         tail_rows = head.to(tl.int64)[:, None] * stride_q_head
         tail_offsets = tail_rows + (512 + tail_d)[None, :]
-        if HAS_ROPE:
-            partner = 512 + partner_column(tail_d, 64, HALF_PAIRING)
+        if QUERY.is_rotated:
+            partners = tail_rows + (512 + partner_column(tail_d, 64, QUERY.half_pairing))[None, :]
             tail = load_rotated(
-                base,
-                tail_offsets,
-                tail_rows + partner[None, :],
-                tail_mask,
-                table_ptr,
-                stride_table,
-                table_row,
-                64,
-                HALF_PAIRING,
+                base, tail_offsets, partners, tail_mask, angles, 64, QUERY.half_pairing
             )
         else:
             tail = _load_plain(base, tail_offsets, tail_mask)
-    return q, tail, scale
+    return Query(q, tail, scale)
 
 
 @triton.jit
 def attend_block(
-    q,
-    q_tail,
-    score_scale,
+    query,
     acc,
     running_max,
     running_sum,
-    cache_ptr,
-    stride_page,
-    stride_token,
+    cache,
     page,
     offset,
-    page_size,
     valid,
-    FORMAT: tl.constexpr,
-    INLINE: tl.constexpr,
-    D_QK: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    QUERY: tl.constexpr,
+    POOL: tl.constexpr,
 ):
     """Fold the tokens at ``page``, ``offset`` [BLOCK_N] int64 into the softmax state.
 
-    ``acc`` is [BLOCK_H, 512] float32, un-normalised; ``running_max`` (base 2) and ``running_sum``
-    [BLOCK_H] belong to it. Tokens that are not ``valid`` are not read.
+    ``query`` is a `Query`, ``cache`` a `Cache`. ``acc`` is [BLOCK_H, 512] float32, un-normalised;
+    ``running_max`` (base 2) and ``running_sum`` [BLOCK_H] belong to it. Tokens that are not
+    ``valid`` are not read.
     """
-    k = load_records(
-        cache_ptr,
-        stride_page,
-        stride_token,
-        page,
-        offset,
-        page_size,
-        valid,
-        FORMAT,
-        INLINE,
-        BLOCK_N,
-    ).to(q.dtype)
+    q = query.main
+    k = load_records(cache, page, offset, valid, POOL).to(q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-    if D_QK == 576:
-        k_tail = load_rope_tail(
-            cache_ptr, stride_page, stride_token, page, offset, valid, FORMAT
-        ).to(q.dtype)
-        scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision="ieee")
-    scores = tl.where(valid[None, :], scores * score_scale[:, None], -float("inf"))
+    if QUERY.d_qk == 576:
+        k_tail = load_rope_tail(cache, page, offset, valid, POOL).to(q.dtype)
+        scores = tl.dot(query.tail, tl.trans(k_tail), scores, input_precision="ieee")
+    scores = tl.where(valid[None, :], scores * query.score_scale[:, None], -float("inf"))
     new_max = tl.maximum(running_max, tl.max(scores, 1))
     # -inf - -inf is NaN: shift by 0 while nothing valid has been seen.
     shift = tl.where(new_max == -float("inf"), 0.0, new_max)
@@ -163,25 +185,19 @@ def attend_block(
 
 @triton.jit
 def attend_pool(
-    q,
-    q_tail,
-    score_scale,
+    query,
     acc,
     running_max,
     running_sum,
-    cache_ptr,
-    stride_page,
-    stride_token,
-    page_size,
+    cache,
     num_slots,
     indices_ptr,
     length,
     first_block,
     last_block,
-    FORMAT: tl.constexpr,
-    INLINE: tl.constexpr,
-    D_QK: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    QUERY: tl.constexpr,
+    POOL: tl.constexpr,
 ):
     """Fold blocks ``first_block``.. below ``last_block`` of one index row into the softmax state.
 
@@ -194,25 +210,10 @@ def attend_pool(
         slot = tl.load(indices_ptr + column, mask=column < length, other=-1)
         valid = (slot >= 0) & (slot < num_slots)
         slot = tl.where(valid, slot, 0).to(tl.int64)
-        page = slot // page_size
+        page = slot // cache.page_size
+        offset = slot - page * cache.page_size
         acc, running_max, running_sum = attend_block(
-            q,
-            q_tail,
-            score_scale,
-            acc,
-            running_max,
-            running_sum,
-            cache_ptr,
-            stride_page,
-            stride_token,
-            page,
-            slot - page * page_size,
-            page_size,
-            valid,
-            FORMAT,
-            INLINE,
-            D_QK,
-            BLOCK_N,
+            query, acc, running_max, running_sum, cache, page, offset, valid, QUERY, POOL
         )
     return acc, running_max, running_sum
 
@@ -225,15 +226,9 @@ def finish_rows(
     sink_ptr,
     head_start,
     num_heads,
-    table_ptr,
-    stride_table,
-    table_row,
+    angles,
     first,
-    BLOCK_H: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HAS_SINK: tl.constexpr,
-    ROTATE_BACK: tl.constexpr,
-    HALF_PAIRING: tl.constexpr,
+    END: tl.constexpr,
 ):
     """Normalise, apply the sink, rotate back dimensions ``first``.. [BLOCK_H, WIDTH] of 512.
 
@@ -246,18 +241,16 @@ def finish_rows(
     max_logits = running_max * LN_2
     lse = tl.where(empty, -float("inf"), (running_max + tl.log2(divisor)) * LN_2)
     factor = tl.where(empty, 0.0, 1.0 / divisor)
-    if HAS_SINK:
-        head = head_start + tl.arange(0, BLOCK_H)
+    if END.has_sink:
+        head = head_start + tl.arange(0, acc.shape[0])
         sink = tl.load(sink_ptr + head, mask=head < num_heads, other=-float("inf"))
         # An empty row keeps the factor 0: sink - (-inf) would be +inf, -inf - (-inf) NaN.
         shifted = tl.where(empty, 0.0, sink - lse)
         factor = tl.where(sink == float("inf"), 0.0, factor / (1.0 + tl.exp(shifted)))
     # where, not a product with 0: an all-masked accumulator may hold NaN from an infinite value.
     out = tl.where((factor == 0.0)[:, None], 0.0, acc * factor[:, None])
-    if ROTATE_BACK:  # noqa: SIM102 - decided while compiling, the other while running
-        if first + WIDTH == 512:
-            rotated = rotate_back_last_64(
-                out, table_ptr, stride_table, table_row, BLOCK_H, WIDTH, HALF_PAIRING
-            )
+    if END.rotates_back:  # noqa: SIM102 - decided while compiling, the other while running
+        if first + acc.shape[1] == 512:
+            rotated = rotate_back_last_64(out, angles, END.half_pairing)
             out = tl.where(empty[:, None], 0.0, rotated)
     return out, lse, max_logits

@@ -5,6 +5,8 @@ or both. Codes and scale bytes have one writer each; the programs of the buffer'
 zero the padding of the scale columns that they write.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -18,6 +20,48 @@ FP8_FLOAT32 = tl.constexpr(2)
 FP8_FLOAT32_POW2 = tl.constexpr(3)
 FP8_UE8M0 = tl.constexpr(4)
 NVFP4 = tl.constexpr(5)
+
+
+class Target(NamedTuple):
+    """Where a token range lies: tensors, strides in elements, and its place in the buffer.
+
+    Attributes:
+        data_ptr: Codes.
+        sf_ptr: Scales.
+        scale_ptr: One scale of the whole tensor.
+        stride_data_token: Between tokens.
+        stride_data_group: Between groups.
+        stride_sf_token: Between tokens.
+        stride_sf_group: Between groups.
+        stride_sf_word: Between words of a group.
+        row_start: Its first row in the buffer.
+    """
+
+    data_ptr: Any
+    sf_ptr: Any
+    scale_ptr: Any
+    stride_data_token: Any
+    stride_data_group: Any
+    stride_sf_token: Any
+    stride_sf_group: Any
+    stride_sf_word: Any
+    row_start: Any
+
+
+class Padding(NamedTuple):
+    """Rows of scales that a program zeroes.
+
+    Attributes:
+        start: The first, counted in the range.
+        rows: How many: 0 except where the program holds the buffer's last token.
+        lane: Which of the rows zeroed at a time each row of the program takes, or one number.
+        mask: Rows of the program that have a head.
+    """
+
+    start: Any
+    rows: Any
+    lane: Any
+    mask: Any
 
 
 @triton.jit
@@ -40,6 +84,13 @@ def _positions(heads, d, F: tl.constexpr, CHUNK32: tl.constexpr, D: tl.constexpr
 
 
 @triton.jit
+def _group_ptr(target, row, group):
+    """First code of a group of a row."""
+    offset = row * target.stride_data_token + group.to(tl.int64) * target.stride_data_group
+    return target.data_ptr + offset
+
+
+@triton.jit
 def _swizzled_offset(row, column, column_tiles):
     """Byte of scale (row, column) in the 128x4 layout."""
     tile = (row // 128) * column_tiles + column // 4
@@ -47,41 +98,31 @@ def _swizzled_offset(row, column, column_tiles):
 
 
 @triton.jit
-def _store_scales(
-    sf_ptr,
-    stride_token,
-    stride_group,
-    stride_word,
-    row_start,
-    row,
-    group,
-    index,
-    values,
-    mask,
-    KIND: tl.constexpr,
-    SCALES: tl.constexpr,
-    SF_COLUMN_TILES: tl.constexpr,
-):
+def _store_scales(target, row, group, index, values, mask, OUTPUT: tl.constexpr):
     """Store one scale per (row, block): scale ``index`` of the group; of the token for NVFP4.
 
-    Packed bytes go four to a word. Where SCALES, those of a group, do not fill its last word, the
-    last one also zeroes the rest.
+    Packed bytes go four to a word. Where those of a group do not fill its last word, the last one
+    also zeroes the rest.
     """
-    if KIND == NVFP4:
-        offsets = _swizzled_offset(row_start + row, index, SF_COLUMN_TILES)
+    SCALES: tl.constexpr = OUTPUT.features // OUTPUT.group
+    sf_ptr = target.sf_ptr
+    if OUTPUT.kind == NVFP4:
+        offsets = _swizzled_offset(target.row_start + row, index, OUTPUT.sf_column_tiles)
         tl.store(sf_ptr + offsets, values.to(tl.uint8), mask=mask)
-    elif KIND == FP8_UE8M0:
+    elif OUTPUT.kind == FP8_UE8M0:
         sf_ptr = sf_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
-        word = group.to(tl.int64) * stride_group + (index // 4).to(tl.int64) * stride_word
-        offsets = (row * stride_token + word) * 4 + index % 4
+        word = group.to(tl.int64) * target.stride_sf_group
+        word += (index // 4).to(tl.int64) * target.stride_sf_word
+        offsets = (row * target.stride_sf_token + word) * 4 + index % 4
         tl.store(sf_ptr + offsets, values.to(tl.uint8), mask=mask)
         if SCALES % 4 != 0:
             last = mask & (index == SCALES - 1)
             for rest in tl.static_range(1, 5 - SCALES % 4):
                 tl.store(sf_ptr + offsets + rest, (values * 0).to(tl.uint8), mask=last)
     else:
-        offsets = group.to(tl.int64) * stride_group + index.to(tl.int64) * stride_word
-        tl.store(sf_ptr + (row * stride_token + offsets), values, mask=mask)
+        offsets = group.to(tl.int64) * target.stride_sf_group
+        offsets += index.to(tl.int64) * target.stride_sf_word
+        tl.store(sf_ptr + (row * target.stride_sf_token + offsets), values, mask=mask)
 
 
 @triton.jit
@@ -165,28 +206,10 @@ def store_rows(
     row,
     mask,
     first,
-    data_ptr,
-    stride_data_token,
-    stride_data_group,
-    sf_ptr,
-    stride_sf_token,
-    stride_sf_group,
-    stride_sf_word,
-    scale_ptr,
-    row_start,
-    padding_start,
-    padding_rows,
-    padding_lane,
-    padding_mask,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    target,
+    padding,
     D: tl.constexpr,
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    F: tl.constexpr,
-    CHUNK32: tl.constexpr,
-    AMAX_FLOOR: tl.constexpr,
-    SF_COLUMN_TILES: tl.constexpr,
+    OUTPUT: tl.constexpr,
     FEATURES: tl.constexpr,
     PADDING_LANES: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -195,151 +218,82 @@ def store_rows(
 
     ``out`` is [ROWS, WIDTH] float32, ``first`` a multiple of WIDTH; ``mask`` [ROWS, 1] says which
     rows to store. Their ``head`` and ``row``, the token in the range, an int64, are numbers or
-    [ROWS, 1]; ``row_start`` is the range's place in the whole buffer. GROUP elements share a scale,
-    F features make an output group. FEATURES are those of a token where they end inside a row, else
-    0. NATIVE as in ``fp8_casts``.
+    [ROWS, 1]. ``target`` is a `Target`, OUTPUT its compile-time part. FEATURES are those of a token
+    where they end inside a row, else 0. NATIVE as in ``fp8_casts``.
 
-    The scales of ``padding_rows`` rows from ``padding_start`` on are zeroed: 0 except where the
-    program holds the buffer's last token. PADDING_LANES of them are zeroed at a time, each by the
-    rows of the program with its number in ``padding_lane``, a number or [ROWS, 1];
-    ``padding_mask`` [ROWS, 1] says which rows have a head.
+    ``padding``, a `Padding`, is zeroed PADDING_LANES rows at a time; its lane and mask are numbers
+    or [ROWS, 1].
     """
+    ROWS: tl.constexpr = out.shape[0]
+    WIDTH: tl.constexpr = out.shape[1]
+    KIND: tl.constexpr = OUTPUT.kind
+    GROUP: tl.constexpr = OUTPUT.group
+    F: tl.constexpr = OUTPUT.features
     d = first + tl.arange(0, WIDTH)[None, :]
     columns = head * D + d < FEATURES if FEATURES else d >= 0
-    group, position = _positions(head, d, F, CHUNK32, D)
-    data = data_ptr + (row * stride_data_token + group.to(tl.int64) * stride_data_group)
+    group, position = _positions(head, d, F, OUTPUT.chunk32, D)
+    data = _group_ptr(target, row, group)
     if KIND == BF16:
-        tl.store(data + position, out.to(data_ptr.dtype.element_ty), mask=mask & columns)
+        dtype: tl.constexpr = target.data_ptr.dtype.element_ty
+        tl.store(data + position, out.to(dtype), mask=mask & columns)
     elif KIND == FP8_TENSOR:
-        inverse = tl.math.div_rn(1.0, tl.load(scale_ptr))
+        inverse = tl.math.div_rn(1.0, tl.load(target.scale_ptr))
         tl.store(data + position, to_fp8(out * inverse, False, NATIVE), mask=mask & columns)
     else:
         BLOCKS: tl.constexpr = WIDTH // GROUP
         grouped = tl.reshape(out, (ROWS, BLOCKS, GROUP))
         if KIND == NVFP4:
-            codes, scales = _nvfp4_codes(grouped, tl.load(scale_ptr))
+            codes, scales = _nvfp4_codes(grouped, tl.load(target.scale_ptr))
             low, high = tl.split(tl.reshape(codes, (ROWS, WIDTH // 2, 2)))
             # Bytes of two codes are numbered like the codes of heads half as wide.
             d = first // 2 + tl.arange(0, WIDTH // 2)[None, :]
             columns = head * (D // 2) + d < FEATURES // 2 if FEATURES else d >= 0
             group, position = _positions(head, d, F // 2, False, D // 2)
-            data = data_ptr + (row * stride_data_token + group.to(tl.int64) * stride_data_group)
+            data = _group_ptr(target, row, group)
             pairs = (low | (high << 4)).to(tl.uint8)
             tl.store(data + position, pairs, mask=mask & columns)
         else:
-            codes, scales = _fp8_codes(grouped, KIND, AMAX_FLOOR, NATIVE)
+            codes, scales = _fp8_codes(grouped, KIND, OUTPUT.amax_floor, NATIVE)
             tl.store(data + position, tl.reshape(codes, (ROWS, WIDTH)), mask=mask & columns)
         block = first // GROUP + tl.arange(0, BLOCKS)[None, :]
         has_scale = block >= 0
         if FEATURES:
             # Columns that pad the swizzled layout hold the scales of nothing, which are zero.
-            limit: tl.constexpr = SF_COLUMN_TILES * 4 if KIND == NVFP4 else FEATURES // GROUP
+            limit: tl.constexpr = OUTPUT.sf_column_tiles * 4 if KIND == NVFP4 else FEATURES // GROUP
             has_scale = head * (D // GROUP) + block < limit
         if KIND == NVFP4:
             # Columns of a token follow each other, and those of the padding them.
             scale_group = 0
             index = head * (D // GROUP) + block
         else:
-            scale_group, scale_position = _positions(head, block * GROUP, F, CHUNK32, D)
+            scale_group, scale_position = _positions(head, block * GROUP, F, OUTPUT.chunk32, D)
             index = scale_position // GROUP
-        _store_scales(
-            sf_ptr,
-            stride_sf_token,
-            stride_sf_group,
-            stride_sf_word,
-            row_start,
-            row,
-            scale_group,
-            index,
-            scales,
-            mask & has_scale,
-            KIND,
-            F // GROUP,
-            SF_COLUMN_TILES,
-        )
-        for padding in range(0, padding_rows, PADDING_LANES):
-            lane = padding + padding_lane
+        _store_scales(target, row, scale_group, index, scales, mask & has_scale, OUTPUT)
+        for first_row in range(0, padding.rows, PADDING_LANES):
+            lane = first_row + padding.lane
             _store_scales(
-                sf_ptr,
-                stride_sf_token,
-                stride_sf_group,
-                stride_sf_word,
-                row_start,
-                padding_start + lane,
+                target,
+                padding.start + lane,
                 scale_group,
                 index,
                 tl.zeros_like(scales),
-                padding_mask & (lane < padding_rows) & has_scale,
-                KIND,
-                F // GROUP,
-                SF_COLUMN_TILES,
+                padding.mask & (lane < padding.rows) & has_scale,
+                OUTPUT,
             )
 
 
 @triton.jit
 def store_output(
-    out,
-    head_start,
-    num_heads,
-    row,
-    data_ptr,
-    stride_data_token,
-    stride_data_group,
-    sf_ptr,
-    stride_sf_token,
-    stride_sf_group,
-    stride_sf_word,
-    scale_ptr,
-    absolute_row,
-    padding_rows,
-    first,
-    BLOCK_H: tl.constexpr,
-    WIDTH: tl.constexpr,
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    F: tl.constexpr,
-    CHUNK32: tl.constexpr,
-    AMAX_FLOOR: tl.constexpr,
-    SF_COLUMN_TILES: tl.constexpr,
+    out, head_start, num_heads, row, padding_rows, target, first, OUTPUT: tl.constexpr
 ):
     """Quantise and store dimensions ``first``.. of heads ``head_start``.. of token ``row``.
 
     ``out`` is [BLOCK_H, WIDTH] float32, ``first`` a multiple of WIDTH; heads are 512 wide, those at
-    or past ``num_heads`` are not stored. ``row``, an int64, counts in the token range,
-    ``absolute_row`` in the whole buffer. ``padding_rows`` rows of scales after this one are zeroed:
-    0 except for the buffer's last token.
+    or past ``num_heads`` are not stored. ``row``, an int64, counts in the token range.
+    ``padding_rows`` rows of scales after this one are zeroed: 0 except for the buffer's last token.
+    ``target`` is a `Target`, OUTPUT its compile-time part.
     """
-    head = head_start + tl.arange(0, BLOCK_H)[:, None]
+    head = head_start + tl.arange(0, out.shape[0])[:, None]
     in_range = head < num_heads
-    store_rows(
-        out,
-        head,
-        row,
-        in_range,
-        first,
-        data_ptr,
-        stride_data_token,
-        stride_data_group,
-        sf_ptr,
-        stride_sf_token,
-        stride_sf_group,
-        stride_sf_word,
-        scale_ptr,
-        absolute_row - row,
-        row + 1,
-        padding_rows,
-        0,
-        in_range,
-        BLOCK_H,
-        WIDTH,
-        512,
-        KIND,
-        GROUP,
-        F,
-        CHUNK32,
-        AMAX_FLOOR,
-        SF_COLUMN_TILES,
-        0,
-        1,
-        False,
-    )
+    padding = Padding(row + 1, padding_rows, 0, in_range)
+    store_rows(out, head, row, in_range, first, target, padding, 512, OUTPUT, 0, 1, False)

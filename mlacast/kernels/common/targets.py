@@ -7,15 +7,14 @@ from typing import Any
 
 import torch
 
-from mlacast.descriptors.out_format import Bf16, Fp8Tensor, Nvfp4
+from mlacast.descriptors.out_format import Bf16, Nvfp4
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
-
-_BLOCK_KINDS = {"float32": 2, "float32_pow2": 3, "ue8m0_packed": 4}
+from mlacast.kernels.config.output import OutputConfig, output_config
 
 
 @dataclass(frozen=True)
 class StoreTarget:
-    """Arguments of ``store_output``, split into tensors, numbers and compile-time values.
+    """Arguments of a kernel that stores, split into tensors, numbers and compile-time values.
 
     ``bases`` names, for each tensor, the part of the buffer in which it lies.
     """
@@ -23,15 +22,13 @@ class StoreTarget:
     tensors: dict[str, torch.Tensor]
     bases: dict[str, torch.Tensor]
     numbers: dict[str, int]
-    constants: dict[str, Any]
+    config: OutputConfig
 
-
-def _kind(out: QuantizedTensor) -> int:
-    if isinstance(out.format, Bf16):
-        return 0
-    if isinstance(out.format, Fp8Tensor):
-        return 1
-    return 5 if isinstance(out.format, Nvfp4) else _BLOCK_KINDS[out.format.sf_kind]
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The compile-time values one by one, for kernels that take them so."""
+        names = ("KIND", "GROUP", "F", "CHUNK32", "AMAX_FLOOR", "SF_COLUMN_TILES")
+        return dict(zip(names, self.config, strict=True))
 
 
 def _word_stride(out: QuantizedTensor) -> int:
@@ -77,12 +74,5 @@ def store_target(out: QuantizedTensor) -> StoreTarget:
             "row_start": out.row_start,
             "padding_rows": padding_rows,
         },
-        constants={
-            "KIND": _kind(out),
-            "GROUP": fmt.sf_vec_size or 512,
-            "F": out.features,
-            "CHUNK32": fmt.order == "chunk32",
-            "AMAX_FLOOR": fmt.amax_floor,
-            "SF_COLUMN_TILES": sf.shape[1] // 4 if sf is not None and swizzled else 0,
-        },
+        config=output_config(out),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -15,8 +15,7 @@ _CACHE_BYTES = 16 << 20
 _LARGE_SHARED_MEMORY = 160 << 10
 
 
-@dataclass(frozen=True)
-class PrefillConfig:
+class PrefillConfig(NamedTuple):
     """Query rows and keys of a tile, and how Triton schedules it."""
 
     block_m: int

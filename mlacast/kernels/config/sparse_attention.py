@@ -1,15 +1,14 @@
-"""Tile sizes of the portable sparse attention kernels."""
+"""Tile sizes and splits of the attention kernels over cached tokens."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True)
-class TileConfig:
+class TileConfig(NamedTuple):
     """Heads and keys of a program's tile, and how Triton schedules it."""
 
     block_h: int

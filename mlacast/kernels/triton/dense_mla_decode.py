@@ -8,17 +8,30 @@ import triton.language as tl
 
 from mlacast.descriptors.kv_format import KvFormat
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
+from mlacast.kernels.common.attention_arguments import (
+    query_operand,
+    rope_arguments,
+    split_scales,
+)
 from mlacast.kernels.common.combine_splits import (
     UNALIGNED_IN_EPILOGUE,
     VARYING_IN_EPILOGUE,
     combine_splits,
     split_scratch,
+    store_split,
 )
-from mlacast.kernels.common.decode_arguments import RECORDS, number_and_tensor, query_operand
 from mlacast.kernels.common.launch import Launches
-from mlacast.kernels.common.sparse_attention import attend_block, finish_rows, load_query
-from mlacast.kernels.common.store import store_output
+from mlacast.kernels.common.records import Cache
+from mlacast.kernels.common.sparse_attention import (
+    Angles,
+    attend_block,
+    finish_rows,
+    load_query,
+    load_scales,
+)
+from mlacast.kernels.common.store import Target, store_output
 from mlacast.kernels.common.targets import store_target
+from mlacast.kernels.config.attention import end_config, pool_config, query_config
 from mlacast.kernels.config.sparse_attention import choose_num_splits, tile_config
 
 # Counts and strides that vary while serving must not pick another variant of the kernel.
@@ -79,22 +92,14 @@ def _dense_mla_decode_kernel(
     v_scale,
     sm_scale_ptr,
     v_scale_ptr,
-    HAS_SM_SCALE: tl.constexpr,
-    HAS_V_SCALE: tl.constexpr,
     CAUSAL: tl.constexpr,
-    D_QK: tl.constexpr,
-    HAS_SINK: tl.constexpr,
-    FORMAT: tl.constexpr,
-    INLINE: tl.constexpr,
     IS_SPLIT: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    F: tl.constexpr,
-    CHUNK32: tl.constexpr,
-    AMAX_FLOOR: tl.constexpr,
-    SF_COLUMN_TILES: tl.constexpr,
+    TILES: tl.constexpr,
+    SCALES: tl.constexpr,
+    QUERY: tl.constexpr,
+    POOL: tl.constexpr,
+    END: tl.constexpr,
+    OUTPUT: tl.constexpr,
 ):
     """One split of BLOCK_H heads of one token. Grid: (B * Q * ceil(h_q / BLOCK_H), num_splits).
 
@@ -102,6 +107,8 @@ def _dense_mla_decode_kernel(
     leaves its un-normalised float32 state in the partial buffers; the only one (IS_SPLIT False)
     goes through the epilogue at once.
     """
+    BLOCK_H: tl.constexpr = TILES.block_h
+    BLOCK_N: tl.constexpr = TILES.block_n
     head_blocks = tl.cdiv(num_heads, BLOCK_H)
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
     head_start = (tl.program_id(0) % head_blocks) * BLOCK_H
@@ -116,11 +123,10 @@ def _dense_mla_decode_kernel(
     per_split = tl.cdiv(total_blocks, num_splits)
     first = tl.minimum(split * per_split, total_blocks)
     last = tl.minimum(first + per_split, total_blocks)
-    if HAS_SM_SCALE:
-        sm_scale = tl.load(sm_scale_ptr)
-    if HAS_V_SCALE:
-        v_scale = tl.load(v_scale_ptr)
-    q, q_tail, score_scale = load_query(
+    sm_scale, v_scale = load_scales(sm_scale, v_scale, sm_scale_ptr, v_scale_ptr, SCALES)
+    # Nothing is rotated.
+    angles = Angles(sink_ptr, 0, 0)
+    query = load_query(
         q_ptr + request * stride_q_request,
         stride_q_token,
         stride_q_head,
@@ -128,101 +134,62 @@ def _dense_mla_decode_kernel(
         head_start,
         num_heads,
         0.0,
-        sink_ptr,
-        0,
-        0,
+        angles,
         sm_scale,
         BLOCK_H,
-        D_QK,
-        False,
-        False,
-        False,
-        False,
+        QUERY,
     )
     acc = tl.zeros((BLOCK_H, 512), tl.float32)
     running_max = tl.full((BLOCK_H,), -float("inf"), tl.float32)
     running_sum = tl.zeros((BLOCK_H,), tl.float32)
     lane = tl.arange(0, BLOCK_N)
     table = page_table_ptr + request * stride_table
+    cache = Cache(cache_ptr, stride_page, stride_slot, page_size)
     for block in range(first, last):
         position = block * BLOCK_N + lane
         entry = position // page_size
         page = tl.load(table + entry, mask=position < length, other=-1)
         valid = (page >= 0) & (page < num_pages)
         page = tl.where(valid, page, 0).to(tl.int64)
+        offset = (position - entry * page_size).to(tl.int64)
         acc, running_max, running_sum = attend_block(
-            q,
-            q_tail,
-            score_scale,
-            acc,
-            running_max,
-            running_sum,
-            cache_ptr,
-            stride_page,
-            stride_slot,
-            page,
-            (position - entry * page_size).to(tl.int64),
-            page_size,
-            valid,
-            FORMAT,
-            INLINE,
-            D_QK,
-            BLOCK_N,
+            query, acc, running_max, running_sum, cache, page, offset, valid, QUERY, POOL
         )
     # The merge of splits is linear in their outputs.
     acc *= v_scale
-    head = head_start + tl.arange(0, BLOCK_H)
     if IS_SPLIT:
-        row = (split * num_tokens + token) * num_heads + head
-        d = tl.arange(0, 512)
-        mask = (head < num_heads)[:, None] & (d >= 0)[None, :]
-        tl.store(partial_out_ptr + row[:, None] * 512 + d[None, :], acc, mask=mask)
-        tl.store(partial_max_ptr + row, running_max, mask=head < num_heads)
-        tl.store(partial_sum_ptr + row, running_sum, mask=head < num_heads)
-    else:
-        out, lse, _ = finish_rows(
+        store_split(
             acc,
             running_max,
             running_sum,
-            sink_ptr,
-            head_start,
-            num_heads,
-            sink_ptr,
-            0,
-            0,
-            0,
-            BLOCK_H,
-            512,
-            HAS_SINK,
-            False,
-            False,
-        )
-        tl.store(lse_ptr + token * num_heads + head, lse, mask=head < num_heads)
-        store_output(
-            out,
-            head_start,
-            num_heads,
+            partial_out_ptr,
+            partial_max_ptr,
+            partial_sum_ptr,
+            split,
             token,
+            head_start,
+            num_tokens,
+            num_heads,
+        )
+    else:
+        out, lse, _ = finish_rows(
+            acc, running_max, running_sum, sink_ptr, head_start, num_heads, angles, 0, END
+        )
+        head = head_start + tl.arange(0, BLOCK_H)
+        tl.store(lse_ptr + token * num_heads + head, lse, mask=head < num_heads)
+        target = Target(
             data_ptr,
+            sf_ptr,
+            scale_ptr,
             stride_data_token,
             stride_data_group,
-            sf_ptr,
             stride_sf_token,
             stride_sf_group,
             stride_sf_word,
-            scale_ptr,
-            row_start + token,
-            tl.where(token == num_tokens - 1, padding_rows, 0),
-            0,
-            BLOCK_H,
-            512,
-            KIND,
-            GROUP,
-            F,
-            CHUNK32,
-            AMAX_FLOOR,
-            SF_COLUMN_TILES,
+            row_start,
         )
+        padding = tl.where(token == num_tokens - 1, padding_rows, 0)
+        store_output(out, head_start, num_heads, token, padding, target, 0, OUTPUT)
 
 
 def launch_dense_mla_decode(
@@ -248,18 +215,19 @@ def launch_dense_mla_decode(
     num_tokens = batch * per_request
     target = store_target(out)
     launches = Launches(q.device, target)
-    config = tile_config(num_heads)
-    programs = num_tokens * triton.cdiv(num_heads, config.block_h)
+    tiles = tile_config(num_heads)
+    programs = num_tokens * triton.cdiv(num_heads, tiles.block_h)
     width = page_table.shape[1] * k_cache.shape[1]
-    splits = num_splits or choose_num_splits(programs, width, config.block_n, q.device, False)
+    splits = num_splits or choose_num_splits(programs, width, tiles.block_n, q.device, False)
     partials: list[torch.Tensor] = [lse, lse, lse]
     if splits > 1:
         partials = split_scratch(splits * num_tokens * num_heads, None, launches)
-    sink = lse if attn_sink is None else attn_sink
+    # Sink, then a table and positions that nothing reads.
+    rope_places = rope_arguments(attn_sink, None, lse, seq_lens)
+    end = end_config(d_qk, attn_sink)
     is_rows = kv_format.name == "BF16"
     cache = k_cache if is_rows else launches.inside(k_cache, k_cache.view(torch.uint8))
-    sm_scale, sm_scale_tensor = number_and_tensor(sm_scale, lse)
-    v_scale, v_scale_tensor = number_and_tensor(v_scale, lse)
+    scales, scale_config = split_scales(sm_scale, v_scale, lse)
     launches.launch(
         _dense_mla_decode_kernel,
         (programs, splits),
@@ -278,7 +246,7 @@ def launch_dense_mla_decode(
         seq_lens,
         seq_lens.stride(0),
         per_request,
-        sink,
+        rope_places[0],
         lse,
         *partials,
         *target.tensors.values(),
@@ -286,30 +254,21 @@ def launch_dense_mla_decode(
         num_tokens,
         num_heads,
         splits,
-        sm_scale,
-        v_scale,
-        sm_scale_tensor,
-        v_scale_tensor,
-        HAS_SM_SCALE=sm_scale_tensor is not lse,
-        HAS_V_SCALE=v_scale_tensor is not lse,
+        *scales,
         CAUSAL=causal,
-        D_QK=d_qk,
-        HAS_SINK=attn_sink is not None,
-        FORMAT=RECORDS[kv_format.name],
-        INLINE=kv_format.placement == "inline",
         IS_SPLIT=splits > 1,
-        BLOCK_H=config.block_h,
-        BLOCK_N=config.block_n,
-        **target.constants,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        TILES=tiles,
+        SCALES=scale_config,
+        QUERY=query_config(d_qk),
+        POOL=pool_config(kv_format),
+        END=end,
+        OUTPUT=target.config,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
         enable_fp_fusion=False,
     )
     if splits > 1:
-        flags = {"HAS_ROPE": False, "HALF_PAIRING": False, "HAS_SINK": attn_sink is not None}
-        # Sink, then a table and positions that nothing reads, then lse.
-        rope_arguments = [sink, lse, 0, 0, seq_lens, 0, lse]
         combine_splits(
-            launches, partials, rope_arguments, target, num_tokens, num_heads, splits, d_qk, **flags
+            launches, partials, rope_places, lse, target, num_tokens, num_heads, splits, end
         )
     return launches

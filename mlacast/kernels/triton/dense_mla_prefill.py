@@ -9,7 +9,7 @@ import triton.language as tl
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.kernels.common.fp8_casts import has_fp8_casts
 from mlacast.kernels.common.launch import Launches
-from mlacast.kernels.common.store import store_rows
+from mlacast.kernels.common.store import Padding, Target, store_rows
 from mlacast.kernels.common.targets import store_target
 from mlacast.kernels.config.dense_prefill import (
     heads_at_a_time,
@@ -174,15 +174,9 @@ def _dense_mla_prefill_kernel(
     query_sign,
     score_scale,
     CAUSAL: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    TILES: tl.constexpr,
     NATIVE: tl.constexpr,
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    F: tl.constexpr,
-    CHUNK32: tl.constexpr,
-    AMAX_FLOOR: tl.constexpr,
-    SF_COLUMN_TILES: tl.constexpr,
+    OUTPUT: tl.constexpr,
 ):
     """BLOCK_M tokens of one head of one sequence.
 
@@ -191,6 +185,8 @@ def _dense_mla_prefill_kernel(
     most keys of a sequence first. ``score_scale``, for base 2, is positive: the sign of the scale,
     0 included, is multiplied into the query.
     """
+    BLOCK_M: tl.constexpr = TILES.block_m
+    BLOCK_N: tl.constexpr = TILES.block_n
     per_round = tiles * heads_at_a_time
     first_head = (tl.program_id(0) // per_round) * heads_at_a_time
     round_heads = tl.minimum(heads_at_a_time, num_heads - first_head)
@@ -281,34 +277,30 @@ def _dense_mla_prefill_kernel(
     out = tl.where(is_empty[:, None], 0.0, acc * (1.0 / divisor)[:, None])
     holds_last = tl.minimum(start + first_row + BLOCK_M, stop) == num_tokens
     lane = tl.arange(0, BLOCK_M)[:, None]
-    store_rows(
-        out,
-        head,
-        token[:, None],
-        in_range[:, None],
-        0,
+    token = token[:, None]
+    target = Target(
         data_ptr,
+        sf_ptr,
+        scale_ptr,
         stride_data_token,
         stride_data_group,
-        sf_ptr,
         stride_sf_token,
         stride_sf_group,
         stride_sf_word,
-        scale_ptr,
         row_start,
-        num_tokens.to(tl.int64),
-        tl.where(holds_last, padding_rows, 0),
-        lane,
-        lane >= 0,
-        BLOCK_M,
+    )
+    end = num_tokens.to(tl.int64)
+    padding = Padding(end, tl.where(holds_last, padding_rows, 0), lane, lane >= 0)
+    store_rows(
+        out,
+        head,
+        token,
+        in_range[:, None],
+        0,
+        target,
+        padding,
         128,
-        128,
-        KIND,
-        GROUP,
-        F,
-        CHUNK32,
-        AMAX_FLOOR,
-        SF_COLUMN_TILES,
+        OUTPUT,
         0,
         BLOCK_M,
         NATIVE,
@@ -364,10 +356,9 @@ def launch_dense_mla_prefill(
         float((softmax_scale > 0) - (softmax_scale < 0)),
         (abs(softmax_scale) or 1.0) * _LOG2_E,
         CAUSAL=causal,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
+        TILES=config,
         NATIVE=has_fp8_casts(q.device),
-        **target.constants,
+        OUTPUT=target.config,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         enable_fp_fusion=False,

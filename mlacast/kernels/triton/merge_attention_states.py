@@ -12,8 +12,9 @@ import triton.language as tl
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.kernels.common.fp8_casts import has_fp8_casts
 from mlacast.kernels.common.launch import Launches
-from mlacast.kernels.common.store import store_rows
+from mlacast.kernels.common.store import Padding, Target, store_rows
 from mlacast.kernels.common.targets import StoreTarget, store_target
+from mlacast.kernels.config.output import OutputConfig
 
 # Parts that one launch reads; more are merged in turn, by way of a float32 result.
 _PARTS = 4
@@ -119,12 +120,7 @@ def _merge_attention_states_kernel(
     BLOCK_B: tl.constexpr,
     WIDTH: tl.constexpr,
     NATIVE: tl.constexpr,
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    F: tl.constexpr,
-    CHUNK32: tl.constexpr,
-    AMAX_FLOOR: tl.constexpr,
-    SF_COLUMN_TILES: tl.constexpr,
+    OUTPUT: tl.constexpr,
 ):
     """BLOCK_T tokens by BLOCK_B blocks of WIDTH features.
 
@@ -201,37 +197,26 @@ def _merge_attention_states_kernel(
         x = _load_out(out3_ptr, stride_token_out3, stride_head_out3, token, head, dim, lse3, mask)
         factor = _factor(weight3, lse3, inverse, is_empty)
         out = tl.fma(x, tl.broadcast_to(factor, x.shape), out)
-    store_rows(
-        out,
-        block,
-        token,
-        in_range,
-        0,
+    target = Target(
         data_ptr,
+        sf_ptr,
+        scale_ptr,
         stride_data_token,
         stride_data_group,
-        sf_ptr,
         stride_sf_token,
         stride_sf_group,
         stride_sf_word,
-        scale_ptr,
         row_start,
-        num_tokens.to(tl.int64),
+    )
+    end = num_tokens.to(tl.int64)
+    padding = Padding(
+        end,
         tl.where(first_token + BLOCK_T >= num_tokens, padding_rows, 0),
         lane // BLOCK_B,
         has_block,
-        ROWS,
-        WIDTH,
-        WIDTH,
-        KIND,
-        GROUP,
-        F,
-        CHUNK32,
-        AMAX_FLOOR,
-        SF_COLUMN_TILES,
-        FEATURES,
-        BLOCK_T,
-        NATIVE,
+    )
+    store_rows(
+        out, block, token, in_range, 0, target, padding, WIDTH, OUTPUT, FEATURES, BLOCK_T, NATIVE
     )
 
 
@@ -253,15 +238,8 @@ def _float32_target(scratch: torch.Tensor, features: int) -> StoreTarget:
         "row_start": 0,
         "padding_rows": 0,
     }
-    constants = {
-        "KIND": 0,
-        "GROUP": 512,
-        "F": features,
-        "CHUNK32": False,
-        "AMAX_FLOOR": 0.0,
-        "SF_COLUMN_TILES": 0,
-    }
-    return StoreTarget(tensors, tensors, numbers, constants)
+    config = OutputConfig(0, 512, features, False, 0.0, 0)
+    return StoreTarget(tensors, tensors, numbers, config)
 
 
 def launch_merge_attention_states(
@@ -323,7 +301,7 @@ def _launch(
         BLOCK_B=_BLOCK_B,
         WIDTH=_WIDTH,
         NATIVE=has_fp8_casts(target.tensors["data_ptr"].device),
-        **target.constants,
+        OUTPUT=target.config,
         num_warps=_NUM_WARPS,
         enable_fp_fusion=False,
     )

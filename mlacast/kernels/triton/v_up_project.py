@@ -9,7 +9,7 @@ import triton.language as tl
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.kernels.common.fp8_casts import has_fp8_casts
 from mlacast.kernels.common.launch import Launches
-from mlacast.kernels.common.store import store_rows
+from mlacast.kernels.common.store import Padding, Target, store_rows
 from mlacast.kernels.common.targets import store_target
 
 # Up to so many tokens a program holds them all. More fill a larger tile, which reads each weight
@@ -55,12 +55,7 @@ def _v_up_project_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NATIVE: tl.constexpr,
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    F: tl.constexpr,
-    CHUNK32: tl.constexpr,
-    AMAX_FLOOR: tl.constexpr,
-    SF_COLUMN_TILES: tl.constexpr,
+    OUTPUT: tl.constexpr,
 ):
     """BLOCK_M tokens of one head.
 
@@ -86,38 +81,22 @@ def _v_up_project_kernel(
         acc = tl.dot(x, tl.load(weight), acc, input_precision="ieee")
         latent += BLOCK_K
         weight += BLOCK_K * stride_weight_latent
-    store_rows(
-        acc,
-        head,
-        token,
-        in_range,
-        0,
+    target = Target(
         data_ptr,
+        sf_ptr,
+        scale_ptr,
         stride_data_token,
         stride_data_group,
-        sf_ptr,
         stride_sf_token,
         stride_sf_group,
         stride_sf_word,
-        scale_ptr,
         row_start,
-        num_tokens.to(tl.int64),
-        tl.where(first + BLOCK_M >= num_tokens, padding_rows, 0),
-        lane,
-        lane >= 0,
-        BLOCK_M,
-        128,
-        128,
-        KIND,
-        GROUP,
-        F,
-        CHUNK32,
-        AMAX_FLOOR,
-        SF_COLUMN_TILES,
-        0,
-        BLOCK_M,
-        NATIVE,
     )
+    end = num_tokens.to(tl.int64)
+    padding = Padding(
+        end, tl.where(first + BLOCK_M >= num_tokens, padding_rows, 0), lane, lane >= 0
+    )
+    store_rows(acc, head, token, in_range, 0, target, padding, 128, OUTPUT, 0, BLOCK_M, NATIVE)
 
 
 def launch_v_up_project(
@@ -144,7 +123,7 @@ def launch_v_up_project(
         BLOCK_M=block_m,
         BLOCK_K=_BLOCK_K,
         NATIVE=has_fp8_casts(latent_out.device),
-        **target.constants,
+        OUTPUT=target.config,
         num_warps=block_m // 16,
         num_stages=_NUM_STAGES,
         enable_fp_fusion=False,

@@ -13,11 +13,16 @@ import torch
 from mlacast.descriptors.kv_format import KvFormat
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.descriptors.rope import Rope
+from mlacast.kernels.common.attention_arguments import (
+    list_arguments,
+    rope_arguments,
+    split_scales,
+)
 from mlacast.kernels.common.combine_splits import split_scratch
-from mlacast.kernels.common.decode_arguments import RECORDS, number_and_tensor
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.record_places import page_division
 from mlacast.kernels.common.targets import store_target
+from mlacast.kernels.config.attention import end_config, pool_config
 from mlacast.kernels.config.sparse_attention import num_multiprocessors, plan_hopper_decode
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_fp8_kernel import sparse_mla_decode_fp8_kernel
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_kernel import OPTIONS, sparse_mla_decode_kernel
@@ -26,7 +31,7 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_merge import merge_splits
 
 def _record(kv_format: KvFormat, d_qk: int) -> str:
     """Name of a record format in ``sparse_mla_decode_records``."""
-    return f"fp8_{d_qk}" if kv_format.name == "FP8" else RECORDS[kv_format.name]
+    return f"fp8_{d_qk}" if kv_format.name == "FP8" else pool_config(kv_format).record
 
 
 def _pool_arguments(
@@ -43,11 +48,7 @@ def _pool_arguments(
         cache.shape[1],
         *page_division(cache.shape[1]),
         cache.shape[0] * cache.shape[1],
-        indices,
-        indices.stride(0),
-        indices.shape[1],
-        indices if lengths is None else lengths,
-        0 if lengths is None else lengths.stride(0),
+        *list_arguments(indices, lengths),
     )
 
 
@@ -93,22 +94,19 @@ def launch_sparse_mla_decode(
     partials = [lse, lse, lse]
     if is_split:
         partials = split_scratch(splits * num_tokens * num_heads, workspace, launches)
-    rope_arguments = [
-        lse if attn_sink is None else attn_sink,
-        lse if rope is None else rope.cos_sin_cache,
-        0 if rope is None else rope.cos_sin_cache.stride(0),
-        0 if rope is None else rope.cos_sin_cache.shape[0],
-        indices if rope is None else rope.positions,
-        0 if rope is None else rope.positions.stride(0),
-        lse,
-    ]
+    rope_places = rope_arguments(attn_sink, rope, lse, indices)
     flags = {
         "HAS_ROPE": rope is not None,
         "HALF_PAIRING": rope is not None and rope.pairing == "half",
         "HAS_SINK": attn_sink is not None,
     }
-    sm_scale, sm_scale_tensor = number_and_tensor(sm_scale, lse)
-    v_scale, v_scale_tensor = number_and_tensor(v_scale, lse)
+    scales, scale_config = split_scales(sm_scale, v_scale, lse)
+    scale_arguments = (
+        scales.sm_scale,
+        scales.sm_scale_tensor,
+        scales.v_scale,
+        scales.v_scale_tensor,
+    )
     numbers = {name: value for name, value in target.numbers.items() if name != "row_start"}
     constants = {
         name: value for name, value in target.constants.items() if name != "SF_COLUMN_TILES"
@@ -118,7 +116,8 @@ def launch_sparse_mla_decode(
     rotates_query = rope is not None and rope.rotate_query
     # What both kernels take behind their pools, before and after the norm's epsilon.
     places = (
-        *rope_arguments,
+        *rope_places,
+        lse,
         *partials,
         *target.tensors.values(),
         *numbers.values(),
@@ -128,13 +127,12 @@ def launch_sparse_mla_decode(
         items,
         programs,
     )
-    scales = (sm_scale, sm_scale_tensor, v_scale, v_scale_tensor)
     constants |= {
         "HEAD_BLOCKS": head_blocks,
         "FULL_TILES": num_heads % 64 == 0,
         "IS_SPLIT": is_split,
-        "HAS_SM_SCALE": sm_scale_tensor is not lse,
-        "HAS_V_SCALE": v_scale_tensor is not lse,
+        "HAS_SM_SCALE": scale_config.sm_on_device,
+        "HAS_V_SCALE": scale_config.v_on_device,
         "HAS_LENGTH": topk_length is not None,
         "FORMAT": _record(kv_format, d_qk),
         **flags,
@@ -152,7 +150,7 @@ def launch_sparse_mla_decode(
             q.stride(1) // 16,
             *pool,
             *places,
-            *scales,
+            *scale_arguments,
             **constants,
         )
     else:
@@ -166,7 +164,7 @@ def launch_sparse_mla_decode(
             *extra_pool,
             *places,
             q_norm_eps or 0.0,
-            *scales,
+            *scale_arguments,
             CHUNK16=q_order == "chunk16",
             ROTATE_QUERY=rotates_query,
             HAS_NORM=q_norm_eps is not None,
@@ -182,7 +180,8 @@ def launch_sparse_mla_decode(
             **constants,
         )
     if is_split:
+        end = end_config(d_qk, attn_sink, rope)
         merge_splits(
-            launches, partials, rope_arguments, target, num_tokens, num_heads, splits, d_qk, **flags
+            launches, partials, rope_places, lse, target, num_tokens, num_heads, splits, end
         )
     return launches

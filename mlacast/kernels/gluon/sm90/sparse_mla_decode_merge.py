@@ -17,6 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.sm90_store import output_scale, store_rows
 from mlacast.kernels.common.targets import StoreTarget
+from mlacast.kernels.config.attention import EndConfig
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import LN_2
 
 OPTIONS = {"enable_fp_fusion": False, "launch_pdl": True}
@@ -326,12 +327,12 @@ def merge_splits(
     launches: Launches,
     partials: list[torch.Tensor],
     rope_arguments: list[Any],
+    lse: torch.Tensor,
     target: StoreTarget,
     num_tokens: int,
     num_heads: int,
     num_splits: int,
-    d_qk: int,
-    **flags: bool,
+    end: EndConfig,
 ) -> None:
     """Launch the merge behind the kernel that fills ``partials``.
 
@@ -341,13 +342,13 @@ def merge_splits(
     Args:
         launches: Launches of the call.
         partials: From ``split_scratch``.
-        rope_arguments: sink, table, its stride and rows, positions, their stride, lse.
+        rope_arguments: From ``rope_arguments``.
+        lse: [s_q, h_q] float32, filled here.
         target: Where the output goes; groups of whole heads.
         num_tokens: s_q.
         num_heads: h_q.
         num_splits: Splits of every row.
-        d_qk: The output is rotated back for 512 only.
-        **flags: HAS_ROPE, HALF_PAIRING, HAS_SINK.
+        end: What follows the merge.
     """
     program = choose_program(num_tokens, num_heads)
     launches.launch(
@@ -355,14 +356,15 @@ def merge_splits(
         (num_tokens, -(-num_heads // program.heads)),
         *partials,
         *rope_arguments,
+        lse,
         *target.tensors.values(),
         *(value for name, value in target.numbers.items() if name != "row_start"),
         num_tokens,
         num_heads,
         num_splits,
-        ROTATE_BACK=flags["HAS_ROPE"] and d_qk == 512,
-        HALF_PAIRING=flags["HALF_PAIRING"],
-        HAS_SINK=flags["HAS_SINK"],
+        ROTATE_BACK=end.rotates_back,
+        HALF_PAIRING=end.half_pairing,
+        HAS_SINK=end.has_sink,
         BLOCK_H=program.heads,
         AHEAD=program.ahead,
         FULL_TILES=num_heads % program.heads == 0,
