@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import mlacast
-from tests.fuzz import outputs
+from tests.fuzz import output_checks
 from tests.fuzz.attention import Expected, assert_logarithms
 from tests.fuzz.draw import Draw
 from tests.fuzz.outputs import Target, draw_target
@@ -45,8 +45,8 @@ def written(result: Any) -> list[Tensor]:
     """Copies of what a result holds, the same for every place and layout it may stand in."""
     if isinstance(result, Tensor):
         return [result.flatten(0, -3).reshape(-1, result.shape[-2] * result.shape[-1]).clone()]
-    codes = outputs.read_codes(result).clone().flatten(1)
-    scales = outputs.read_scales(result)
+    codes = output_checks.read_codes(result).clone().flatten(1)
+    scales = output_checks.read_scales(result)
     return [codes] if scales is None else [codes, scales.clone()]
 
 
@@ -76,7 +76,7 @@ def check(draw: Draw, under: Under, call: Call) -> None:
         assert_logarithms(name, found, getattr(call.expected, name), error)
     if draw.chance(25):
         _check_repeat(under, call, target, result, logarithms)
-    outputs.check(target, result, call.expected.out, call.expected.out_error)
+    output_checks.check(target, result, call.expected.out, call.expected.out_error)
     if watch:
         assert_unchanged(inputs, before)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import mlacast
 from mlacast.compat import flash_attn, flash_mla, flashinfer, mate
 from mlacast.compat.flash_mla import fused_norm_rope_attn_rope_cast as fused
-from tests.fuzz import dense, outputs, sparse
+from tests.fuzz import dense, output_checks, sparse
 from tests.fuzz.attention import assert_logarithms
 from tests.fuzz.calls import Call
 from tests.fuzz.draw import Draw
@@ -45,7 +45,7 @@ def _assert_lse(call: Call, actual: Tensor, expected: Tensor) -> None:
 def _assert_out(call: Call, out: Tensor) -> None:
     assert tuple(out.shape) == call.shape and out.dtype == torch.bfloat16
     flat = out.reshape(call.expected.out.shape)
-    outputs.check_bf16(flat, call.expected.out, call.expected.out_error)
+    output_checks.check_bf16(flat, call.expected.out, call.expected.out_error)
 
 
 def _fused_arguments(draw: Draw, call: Call, groups: int) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def _check_fused(call: Call, groups: int, out: Any, results: tuple[Tensor, ...])
     assert tuple(codes.shape) == shape
     buffer = mlacast.QuantizedTensor(codes, scales, MXFP8, total_tokens=shape[0] + 1)
     expected = call.expected
-    outputs.compare(buffer, expected.out.reshape(shape), expected.out_error.reshape(shape))
+    output_checks.compare(buffer, expected.out.reshape(shape), expected.out_error.reshape(shape))
     if out is not None:
         codes.view(torch.uint8).fill_(POISON)
         scales.fill_(POISON * 0x01010101)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import mlacast
 from tests import quantizers
-from tests.fuzz import calls, outputs
+from tests.fuzz import calls, output_checks
 from tests.fuzz.attention import Expected
 from tests.fuzz.calls import Call
 from tests.fuzz.draw import Draw
@@ -130,12 +130,12 @@ def quantised_bytes(x: Tensor, fmt: mlacast.OutFormat) -> quantizers.Quantized:
     is no power of two.
     """
     if isinstance(fmt, mlacast.Fp8Tensor):
-        return quantizers.quantize_fp8_tensor(x, outputs.format_scale(fmt))
+        return quantizers.quantize_fp8_tensor(x, output_checks.format_scale(fmt))
     size = fmt.sf_vec_size
     has_nan = x.view(*x.shape[:-1], x.shape[-1] // size, size).isnan().any(-1)
     spread = has_nan.repeat_interleave(size, -1)
     if isinstance(fmt, mlacast.Nvfp4):
-        found = quantizers.quantize_nvfp4(x, outputs.format_scale(fmt))
+        found = quantizers.quantize_nvfp4(x, output_checks.format_scale(fmt))
         assert found.sf is not None
         data = found.data.masked_fill(spread[..., ::2], 0x77)
         return quantizers.Quantized(data, found.sf.masked_fill(has_nan.flatten(1), 0x7F))
@@ -180,7 +180,7 @@ def check_quantize(draw: Draw, under: Under) -> None:
         _compare_scales(result, wanted.sf)
     if target.buffer is not None:
         assert result is target.buffer
-        outputs.check_surroundings(result, target.whole)
+        output_checks.check_surroundings(result, target.whole)
 
 
 def _first(actual: Tensor, wanted: Tensor) -> str:
@@ -195,7 +195,7 @@ def _compare_scales(result: mlacast.QuantizedTensor, wanted: Tensor | None) -> N
     if result.format.sf_layout == "swizzled_128x4":
         rows = result.row_start + torch.arange(result.num_tokens)
         flat = sf.view(torch.uint8).reshape(-1)
-        actual = flat[outputs.swizzled_places(rows, wanted.shape[1])]
+        actual = flat[output_checks.swizzled_places(rows, wanted.shape[1])]
     else:
         actual = sf.contiguous().view(torch.int32)
         wanted = wanted.contiguous().view(torch.int32)
@@ -299,7 +299,7 @@ def check_project(draw: Draw, under: Under) -> None:
     before = snapshot(inputs)
     found = under.call(op, **arguments)
     assert_unchanged(inputs, before)
-    meaning = outputs.values_of(buffer)
+    meaning = output_checks.values_of(buffer)
     if grouped:
         product = torch.einsum("tgf,gof->tgo", meaning, numbers)
         size = torch.einsum("tgf,gof->tgo", meaning.abs(), numbers.abs())
@@ -315,4 +315,4 @@ def check_project(draw: Draw, under: Under) -> None:
     if found.dtype == torch.float16:
         product = product.clamp(-65504, 65504)
         found = found.clamp(-65504, 65504)
-    outputs.assert_within("product", found.double(), product - allowed, product + allowed)
+    output_checks.assert_within("product", found.double(), product - allowed, product + allowed)

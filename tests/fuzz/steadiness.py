@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import mlacast
-from tests.fuzz import dense, layer, outputs, sparse
+from tests.fuzz import dense, layer, output_checks, outputs, sparse
 from tests.fuzz.calls import Call
 from tests.fuzz.draw import Draw
 from tests.fuzz.tensors import POISON, raw
@@ -39,7 +39,7 @@ def result_bits(result: Any) -> list[Tensor]:
         return [_bits(result).reshape(-1, result.shape[-2] * result.shape[-1])]
     parts = [_bits(result.data).flatten(1)]
     if isinstance(result.format, mlacast.Nvfp4):
-        scales = outputs.read_scales(result)
+        scales = output_checks.read_scales(result)
         assert scales is not None
         return [*parts, scales]
     return parts if result.sf is None else [*parts, _bits(result.sf).flatten(1)]
