@@ -57,6 +57,7 @@ def write_words(words, num_blocks, first_row, sequence_start, num_keys, diagonal
 
 @gluon.jit
 def _plus(a, b):
+    """Add two counts of sequences, which a scan wants as a function."""
     return a + b
 
 
