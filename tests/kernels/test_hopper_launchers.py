@@ -108,10 +108,13 @@ def test_tiles_of_heads_cover_all_and_say_whether_they_are_full(heads: int, told
     _decode(heads)
     _prefill(heads, 512)
     _prefill(heads, 576)
-    for launch in told:
+    decode, *prefills = told
+    assert decode["WORK"].head_blocks == (heads + 63) // 64
+    assert decode["WORK"].full_tiles == (heads in (64, 128))
+    assert all(launch["num_heads"] == heads for launch in told)
+    for launch in prefills:
         assert launch["HEAD_BLOCKS"] == (heads + 63) // 64
         assert launch["FULL_TILES"] == (heads in (64, 128))
-        assert launch["num_heads"] == heads
 
 
 @pytest.mark.parametrize("main", [False, True])
@@ -126,10 +129,10 @@ def test_each_list_has_its_own_length(main: bool, extra: bool, told: Told) -> No
         extra_kv_format=KvFormat.V41,
     )
     (launch,) = told
-    assert (launch["HAS_LENGTH"], launch["HAS_EXTRA_LENGTH"]) == (main, extra)
+    assert (launch["POOL"].has_length, launch["EXTRA"].has_length) == (main, extra)
     assert not main or launch["length_ptr"] is lengths
     assert not extra or launch["extra_length_ptr"] is extra_lengths
-    assert launch["HAS_EXTRA"] and launch["extra_topk"] == 20 and launch["topk"] == 130
+    assert launch["extra_topk"] == 20 and launch["topk"] == 130
     assert launch["extra_num_slots"] == 8 and launch["num_slots"] == 24
 
 
@@ -138,7 +141,7 @@ def test_a_second_list_is_not_looked_for_where_there_is_none(told: Told) -> None
     _prefill(64, 512, topk_length=torch.tensor([5, 7], dtype=INT32))
     _prefill(64, 576)
     decode, prefill, prefill_576 = told
-    assert decode["HAS_LENGTH"] and not decode["HAS_EXTRA"]
+    assert decode["POOL"].has_length and decode["EXTRA"] is None
     assert prefill["HAS_LENGTH"] and not prefill_576["HAS_LENGTH"]
 
 
@@ -169,17 +172,18 @@ def test_what_is_rotated(
 ) -> None:
     _decode(rope=rope, num_splits=2)
     attention, merge = told
-    assert attention["ROTATE_QUERY"] == prologue
-    assert attention["HAS_ROPE"] == epilogue and merge["ROTATE_BACK"] == epilogue
+    assert attention["QUERY"].is_rotated == prologue
+    assert attention["END"].rotates_back == epilogue and merge["ROTATE_BACK"] == epilogue
     half = rope is not None and rope.pairing == "half"
-    assert attention["HALF_PAIRING"] == merge["HALF_PAIRING"] == half
+    query, end = attention["QUERY"], attention["END"]
+    assert query.half_pairing == end.half_pairing == merge["HALF_PAIRING"] == half
 
 
 def test_outputs_of_576_wide_queries_are_not_rotated_back(told: Told) -> None:
     _decode(kv_format=KvFormat.V32, rope=_rope(), num_splits=2)
     attention, merge = told
-    assert attention["ROTATE_QUERY"] and attention["FORMAT"] == "v32"
-    assert not merge["ROTATE_BACK"]
+    assert attention["QUERY"].is_rotated and attention["POOL"].record == "v32"
+    assert not attention["END"].rotates_back and not merge["ROTATE_BACK"]
 
 
 @pytest.mark.parametrize("sink", [None, torch.zeros(64)])
@@ -189,11 +193,11 @@ def test_sinks_and_norms(sink: torch.Tensor | None, eps: float | None, told: Tol
     _decode(attn_sink=sink, q_norm_eps=eps, num_splits=3)
     _prefill(64, 512, attn_sink=sink, q_norm_eps=eps)
     attention, merge, prefill = told
-    for launch in (attention, prefill):
-        assert launch["HAS_NORM"] == (eps is not None)
-        assert launch["eps"] == (eps or 0.0)
-    assert attention["HAS_SINK"] == merge["HAS_SINK"] == prefill["HAS_SINK"] == (sink is not None)
-    assert merge["num_splits"] == attention["num_splits"] == 3 and attention["IS_SPLIT"]
+    assert attention["QUERY"].has_norm == prefill["HAS_NORM"] == (eps is not None)
+    assert attention["eps"] == prefill["eps"] == (eps or 0.0)
+    has_sink = sink is not None
+    assert attention["END"].has_sink == merge["HAS_SINK"] == prefill["HAS_SINK"] == has_sink
+    assert merge["num_splits"] == attention["num_splits"] == 3 and attention["WORK"].is_split
 
 
 def test_scales_that_are_tensors_are_read_on_the_device(told: Told) -> None:
@@ -201,8 +205,7 @@ def test_scales_that_are_tensors_are_read_on_the_device(told: Told) -> None:
     _decode(sm_scale=scale)
     _decode(v_scale=scale)
     first, second = told
-    assert (first["HAS_SM_SCALE"], first["HAS_V_SCALE"]) == (True, False)
-    assert (second["HAS_SM_SCALE"], second["HAS_V_SCALE"]) == (False, True)
+    assert first["SCALES"] == (True, False) and second["SCALES"] == (False, True)
     assert first["sm_scale_ptr"] is scale and second["v_scale_ptr"] is scale
     assert second["sm_scale"] == 0.1
 
@@ -223,14 +226,14 @@ def test_codes_of_queries_are_multiplied_as_they_are(
     _decode(48, KvFormat.FP8, q=q, num_splits=3, sm_scale=torch.ones(1), **options)
     attention, merge = told
     assert attention["kernel"] == "sparse_mla_decode_fp8_kernel"
-    assert attention["FORMAT"] == f"fp8_{d_qk}"
+    assert attention["POOL"].record == f"fp8_{d_qk}"
     assert attention["q_ptr"].dtype == INT32 and attention["q_ptr"].data_ptr() == q.data_ptr()
-    assert attention["HAS_ROPE"] == merge["ROTATE_BACK"] == (rope is not None)
-    assert attention["HAS_SINK"] and attention["sink_ptr"] is sink
-    assert attention["HAS_LENGTH"] and attention["length_ptr"] is lengths
-    assert attention["HAS_SM_SCALE"] and not attention["HAS_V_SCALE"]
-    assert not attention["FULL_TILES"] and attention["num_heads"] == 48
-    assert attention["IS_SPLIT"] and attention["num_splits"] == merge["num_splits"] == 3
+    assert attention["END"].rotates_back == merge["ROTATE_BACK"] == (rope is not None)
+    assert attention["END"].has_sink and attention["sink_ptr"] is sink
+    assert attention["POOL"].has_length and attention["length_ptr"] is lengths
+    assert attention["SCALES"] == (True, False)
+    assert not attention["WORK"].full_tiles and attention["num_heads"] == 48
+    assert attention["WORK"].is_split and attention["num_splits"] == merge["num_splits"] == 3
 
 
 @pytest.mark.parametrize("d_qk", [512, 576])

@@ -10,77 +10,101 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("triton", reason="needs triton to compile kernels")
+
+from mlacast.kernels.config.attention import (  # noqa: E402
+    EndConfig,
+    PoolConfig,
+    QueryConfig,
+    ScaleConfig,
+)
+from mlacast.kernels.config.output import OutputConfig  # noqa: E402
+from mlacast.kernels.config.sparse_attention import WorkConfig, ring_config  # noqa: E402
 from tests.kernels.sm90_build import build, needs_gated_triton
 
 pytestmark = needs_gated_triton
 
+NO_OUTPUT = OutputConfig(0, 512, 32768, False, 0.0, 0)
+MXFP8 = {"OUTPUT": OutputConfig(4, 32, 4096, False, 1e-4, 0)}
+NVFP4 = {"OUTPUT": OutputConfig(5, 16, 32768, False, 0.0, 0)}
+NVFP4_OF_8 = {"OUTPUT": OutputConfig(5, 16, 4096, False, 1e-4, 0)}
+CHUNKED_MXFP8 = {"OUTPUT": OutputConfig(4, 32, 4096, True, 1e-4, 0)}
+
+
+def _pools(record: str, extra: str | None = None, **options: bool) -> dict[str, Any]:
+    """One pool, or two with lengths."""
+    if extra is None:
+        return {"POOL": PoolConfig(record, **options), "EXTRA": None}
+    return {
+        "POOL": PoolConfig(record, has_length=True, **options),
+        "EXTRA": PoolConfig(extra, has_length=True, **options),
+    }
+
+
 PLAIN = {
-    "HEAD_BLOCKS": 1,
-    "FULL_TILES": True,
-    "IS_SPLIT": False,
-    "CHUNK16": False,
-    "HAS_SM_SCALE": False,
-    "HAS_V_SCALE": False,
-    "ROTATE_QUERY": False,
-    "HAS_NORM": False,
-    "HAS_ROPE": False,
-    "HALF_PAIRING": False,
-    "HAS_SINK": False,
-    "HAS_LENGTH": False,
-    "FORMAT": "v41",
-    "INLINE": False,
-    "HAS_EXTRA": False,
-    "HAS_EXTRA_LENGTH": False,
-    "EXTRA_FORMAT": "v41",
-    "EXTRA_INLINE": False,
-    "KIND": 0,
-    "GROUP": 512,
-    "F": 32768,
-    "CHUNK32": False,
-    "AMAX_FLOOR": 0.0,
-    "NUM_PIECES": 5,
-    "DELAY_OUTPUT": True,
-    "DEQUANT_REGISTERS": 48,
+    "WORK": WorkConfig(1, full_tiles=True, is_split=False),
+    "RING": ring_config(512, False),
+    "SCALES": ScaleConfig(),
+    "QUERY": QueryConfig(512),
+    "END": EndConfig(),
+    "OUTPUT": NO_OUTPUT,
+    **_pools("v41"),
 }
-MXFP8 = {"KIND": 4, "GROUP": 32, "F": 4096, "AMAX_FLOOR": 1e-4}
-TWO_POOLS = {"HAS_EXTRA": True, "HAS_LENGTH": True, "HAS_EXTRA_LENGTH": True}
-ROTATED = {"HAS_ROPE": True, "ROTATE_QUERY": True}
-NVFP4 = {"KIND": 5, "GROUP": 16}
-FUSED = PLAIN | MXFP8 | TWO_POOLS | ROTATED | {"HAS_NORM": True, "HAS_SINK": True}
-SPLIT = {"IS_SPLIT": True}
-CHUNKED = {"CHUNK16": True, "CHUNK32": True, "FULL_TILES": False}
-V4 = {"FORMAT": "v4", "EXTRA_FORMAT": "v4"}
-FP4 = {"EXTRA_FORMAT": "v41_fp4"}
-INLINE = {"INLINE": True, "EXTRA_INLINE": True}
-WIDE = {"NUM_PIECES": 4, "DELAY_OUTPUT": False}
-V32 = WIDE | ROTATED | {"FORMAT": "v32", "EXTRA_FORMAT": "v32"}
-FP8 = {"HAS_SM_SCALE": True, "HAS_V_SCALE": True, "HAS_LENGTH": True}
-FP8_576 = WIDE | FP8 | {"FORMAT": "fp8_576", "EXTRA_FORMAT": "fp8_576"}
-FP8_512 = FP8 | {"FORMAT": "fp8_512", "EXTRA_FORMAT": "fp8_512", "HAS_ROPE": True}
+FUSED = {
+    **PLAIN,
+    **MXFP8,
+    **_pools("v41", "v41"),
+    "QUERY": QueryConfig(512, has_norm=True, is_rotated=True),
+    "END": EndConfig(has_sink=True, rotates_back=True),
+}
+SPLIT = {"WORK": WorkConfig(1, full_tiles=True, is_split=True)}
+PARTIAL = {"WORK": WorkConfig(1, full_tiles=False, is_split=False)}
+CHUNKED = {
+    **PARTIAL,
+    **CHUNKED_MXFP8,
+    "QUERY": FUSED["QUERY"]._replace(chunk16=True),
+}
+WIDE = {"RING": ring_config(576, False), "QUERY": QueryConfig(576)}
+V32 = {**PLAIN, **WIDE, **_pools("v32"), "QUERY": QueryConfig(576, is_rotated=True)}
+SCALED = {"SCALES": ScaleConfig(True, True)}
+FP8_576 = {**PLAIN, **WIDE, **SCALED, **_pools("fp8_576", has_length=True)}
+FP8_512 = {
+    **PLAIN,
+    **SCALED,
+    **_pools("fp8_512", has_length=True),
+    "END": EndConfig(rotates_back=True),
+}
 # With the bytes that a thread may spill, none of them in a loop that multiplies, and only with 576
 # dimensions and no Nvfp4 in one that decodes: see decision 013.
 CONFIGURATIONS = {
     "v41-fused": (FUSED, 0),
     "v41-split": (FUSED | SPLIT, 0),
-    "v41-inline-chunked": (FUSED | CHUNKED | INLINE, 0),
-    "v41-nvfp4-fused": (FUSED | NVFP4, 76),
-    "v32-nvfp4-partial": (PLAIN | V32 | NVFP4 | {"FULL_TILES": False}, 104),
-    "v4-fused": (FUSED | V4, 0),
-    "v4-split": (FUSED | V4 | SPLIT, 0),
-    "v41-fp4-fused": (FUSED | FP4, 0),
-    "v41-fp4-split": (FUSED | FP4 | SPLIT, 4),
-    "v41-fp4-inline-chunked": (FUSED | FP4 | CHUNKED | INLINE, 32),
-    "v32": (PLAIN | V32, 28),
-    "v32-split": (PLAIN | V32 | SPLIT | {"HAS_LENGTH": True}, 20),
-    "fp8-576": (PLAIN | FP8_576, 20),
-    "fp8-512": (PLAIN | FP8_512, 0),
+    "v41-inline-chunked": (FUSED | CHUNKED | _pools("v41", "v41", is_inline=True), 0),
+    "v41-nvfp4-fused": (FUSED | NVFP4_OF_8, 76),
+    "v32-nvfp4-partial": (
+        V32 | PARTIAL | NVFP4,
+        104,
+    ),
+    "v4-fused": (FUSED | _pools("v4", "v4"), 0),
+    "v4-split": (FUSED | _pools("v4", "v4") | SPLIT, 0),
+    "v41-fp4-fused": (FUSED | _pools("v41", "v41_fp4"), 0),
+    "v41-fp4-split": (FUSED | _pools("v41", "v41_fp4") | SPLIT, 4),
+    "v41-fp4-inline-chunked": (FUSED | CHUNKED | _pools("v41", "v41_fp4", is_inline=True), 32),
+    "v32": (V32, 28),
+    "v32-split": (V32 | SPLIT | _pools("v32", has_length=True), 20),
+    "fp8-576": (FP8_576, 20),
+    "fp8-512": (FP8_512, 0),
 }
 # Of e4m3 queries.
+CODES = {"RING": ring_config(512, True)}
 CODE_CONFIGURATIONS = {
-    "576": FP8_576,
-    "576-partial-split": FP8_576 | SPLIT | {"FULL_TILES": False},
-    "512": FP8_512 | {"HAS_ROPE": False},
-    "512-rotated-mxfp8": FP8_512 | MXFP8 | {"HAS_SINK": True},
+    "576": FP8_576 | CODES,
+    "576-partial-split": FP8_576 | CODES | {"WORK": WorkConfig(1, False, True)},
+    "512": FP8_512 | CODES | {"END": EndConfig()},
+    "512-rotated-mxfp8": FP8_512
+    | CODES
+    | MXFP8
+    | {"END": EndConfig(has_sink=True, rotates_back=True)},
 }
 
 # Barriers of the dequantising role by the formats of both pools: one more a unit goes unnoticed
@@ -107,7 +131,8 @@ def test_compiles_without_spills_in_loops_or_serialised_wgmma(
 
     built = build(sparse_mla_decode_kernel, OPTIONS, constants, UNALIGNED)
     assert built.spilled_bytes <= spill_bytes
-    assert built.copy_barriers <= BARRIERS[constants["FORMAT"], constants["EXTRA_FORMAT"]]
+    pool, extra = constants["POOL"], constants["EXTRA"]
+    assert built.copy_barriers <= BARRIERS[pool.record, (extra or pool).record]
     assert set(built.products) == {"64x64", "64x128"}, "scores and output"
     assert "128" in built.copy_bits, "codes travel in 16-byte pieces"
     # Two codes take one product: the bits are moved, not converted.
@@ -120,13 +145,11 @@ def test_codes_are_multiplied_by_codes_without_spills(constants: dict[str, Any])
     from mlacast.kernels.gluon.sm90.sparse_mla_decode_kernel import OPTIONS, UNALIGNED
 
     kernel = sparse_mla_decode_fp8_kernel
-    chosen = {
-        name: value for name, value in (PLAIN | constants).items() if name in kernel.arg_names
-    }
+    chosen = {name: value for name, value in constants.items() if name in kernel.arg_names}
     unaligned = [*UNALIGNED, "stride_q_token", "stride_q_head"]
     built = build(kernel, OPTIONS, chosen, unaligned, words=["q_ptr"])
     assert built.spilled_bytes == 0
-    width = 576 if constants["FORMAT"] == "fp8_576" else 512
+    width = 576 if constants["POOL"].record == "fp8_576" else 512
     assert built.code_products == {"64x64": width // 32}, "scores, written out"
     # Two halves of the output, each two tiles over the 64 keys of a block.
     assert built.products == {"64x128": 2 * 2 * 64 // 16}

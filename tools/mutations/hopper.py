@@ -38,8 +38,8 @@ HOPPER = (
         "sparse_mla_decode",
         "one entry past the length counts",
         _SM90 + "sparse_mla_decode_tiles.py",
-        "length = gl.minimum(gl.maximum(length, 0), topk)",
-        "length = gl.minimum(gl.maximum(length + 1, 0), topk)",
+        "length = gl.minimum(gl.maximum(length, 0), pool.topk)",
+        "length = gl.minimum(gl.maximum(length + 1, 0), pool.topk)",
         (_DECODE + "[v41-inline-h96]",),
     ),
     Fault(
@@ -65,8 +65,8 @@ HOPPER = (
         "sparse_mla_decode",
         "splits begin where the ones before have not ended",
         _SM90 + "sparse_mla_decode_tiles.py",
-        "first = gl.minimum((item % num_splits) * per_split, total)",
-        "first = gl.minimum((item % num_splits) * (per_split - 1), total)",
+        "first = gl.minimum((item % work.num_splits) * per_split, total)",
+        "first = gl.minimum((item % work.num_splits) * (per_split - 1), total)",
         (_SPLITS + "[v41-bf16]",),
     ),
     Fault(

@@ -49,7 +49,7 @@ class PoolConfig(NamedTuple):
     """How the tokens of one cache are read.
 
     Attributes:
-        record: Name of the record format.
+        record: Name of the record format; for Hopper that of `hopper_pool_config`.
         is_inline: Whether scales stand beside each token; else behind those of a page.
         has_length: Whether rows of its index list have lengths of their own.
     """
@@ -105,6 +105,14 @@ def pool_config(kv_format: KvFormat, lengths: torch.Tensor | None = None) -> Poo
         is_inline=kv_format.placement == "inline",
         has_length=lengths is not None,
     )
+
+
+def hopper_pool_config(
+    kv_format: KvFormat, d_qk: int, lengths: torch.Tensor | None = None
+) -> PoolConfig:
+    """Describe a cache to the Hopper decode, for which FP8 is "fp8_512" or "fp8_576"."""
+    pool = pool_config(kv_format, lengths)
+    return pool._replace(record=f"fp8_{d_qk}") if kv_format.name == "FP8" else pool
 
 
 def end_config(

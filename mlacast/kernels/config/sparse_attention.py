@@ -17,6 +17,53 @@ class TileConfig(NamedTuple):
     num_stages: int
 
 
+class WorkConfig(NamedTuple):
+    """How the Hopper decode cuts a call into items of 64 heads of a token.
+
+    Attributes:
+        head_blocks: Items for the heads of a token.
+        full_tiles: Whether the last of them is full.
+        is_split: Whether several items share the keys of a row.
+    """
+
+    head_blocks: int
+    full_tiles: bool
+    is_split: bool
+
+
+class RingConfig(NamedTuple):
+    """What the roles of the Hopper decode share.
+
+    Attributes:
+        num_pieces: Pieces of the ring, [64, 256] of bfloat16 each.
+        delays_output: Whether P V waits until the next scores are nearly done.
+        dequant_registers: Registers of a dequantising thread.
+    """
+
+    num_pieces: int
+    delays_output: bool
+    dequant_registers: int
+
+
+def work_config(num_heads: int, num_splits: int) -> WorkConfig:
+    """Cut ``num_heads`` heads and the keys of a row."""
+    return WorkConfig(-(-num_heads // 64), num_heads % 64 == 0, num_splits > 1)
+
+
+def ring_config(d_qk: int, has_codes: bool) -> RingConfig:
+    """Share out shared memory and registers.
+
+    Args:
+        d_qk: Dimensions of a head.
+        has_codes: Whether queries are e4m3; their ring holds keys alone, two blocks of them.
+    """
+    if has_codes:
+        return RingConfig(num_pieces=4, delays_output=False, dequant_registers=32)
+    # P V is held back where the ring has room for it.
+    has_room = d_qk == 512
+    return RingConfig(5 if has_room else 4, has_room, dequant_registers=48)
+
+
 def tile_config(num_heads: int) -> TileConfig:
     """Pick a tile for ``num_heads`` query heads; pure, so results do not depend on tuning."""
     if num_heads <= 16:

@@ -22,16 +22,21 @@ from mlacast.kernels.common.combine_splits import split_scratch
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.record_places import page_division
 from mlacast.kernels.common.targets import store_target
-from mlacast.kernels.config.attention import end_config, pool_config
-from mlacast.kernels.config.sparse_attention import num_multiprocessors, plan_hopper_decode
+from mlacast.kernels.config.attention import (
+    QueryConfig,
+    end_config,
+    hopper_pool_config,
+    query_config,
+)
+from mlacast.kernels.config.sparse_attention import (
+    num_multiprocessors,
+    plan_hopper_decode,
+    ring_config,
+    work_config,
+)
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_fp8_kernel import sparse_mla_decode_fp8_kernel
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_kernel import OPTIONS, sparse_mla_decode_kernel
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_merge import merge_splits
-
-
-def _record(kv_format: KvFormat, d_qk: int) -> str:
-    """Name of a record format in ``sparse_mla_decode_records``."""
-    return f"fp8_{d_qk}" if kv_format.name == "FP8" else pool_config(kv_format).record
 
 
 def _pool_arguments(
@@ -79,27 +84,23 @@ def launch_sparse_mla_decode(
     num_tokens, num_heads, d_qk = q.shape
     target = store_target(out)
     launches = Launches(q.device, target)
-    head_blocks = -(-num_heads // 64)
     pool = _pool_arguments(launches, k_cache, indices, topk_length)
-    extra_pool, extra_format, has_extra = pool, kv_format, False
+    extra_pool, extra = pool, None
     width = indices.shape[1]
     if extra_k_cache is not None and extra_indices is not None and extra_kv_format is not None:
         extra_pool = _pool_arguments(launches, extra_k_cache, extra_indices, extra_topk_length)
-        extra_format, has_extra = extra_kv_format, True
+        extra = hopper_pool_config(extra_kv_format, d_qk, extra_topk_length)
         width += extra_indices.shape[1]
     splits = num_splits or plan_hopper_decode(
         num_tokens, num_heads, width, q.device, batch_invariant
     )
-    is_split = splits > 1
+    work = work_config(num_heads, splits)
     partials = [lse, lse, lse]
-    if is_split:
+    if work.is_split:
         partials = split_scratch(splits * num_tokens * num_heads, workspace, launches)
     rope_places = rope_arguments(attn_sink, rope, lse, indices)
-    flags = {
-        "HAS_ROPE": rope is not None,
-        "HALF_PAIRING": rope is not None and rope.pairing == "half",
-        "HAS_SINK": attn_sink is not None,
-    }
+    query = query_config(d_qk, q_order, q_norm_eps, rope)
+    end = end_config(d_qk, attn_sink, rope)
     scales, scale_config = split_scales(sm_scale, v_scale, lse)
     scale_arguments = (
         scales.sm_scale,
@@ -108,12 +109,8 @@ def launch_sparse_mla_decode(
         scales.v_scale_tensor,
     )
     numbers = {name: value for name, value in target.numbers.items() if name != "row_start"}
-    constants = {
-        name: value for name, value in target.constants.items() if name != "SF_COLUMN_TILES"
-    }
-    items = num_tokens * head_blocks * splits
+    items = num_tokens * work.head_blocks * splits
     programs = min(items, num_multiprocessors(q.device))
-    rotates_query = rope is not None and rope.rotate_query
     # What both kernels take behind their pools, before and after the norm's epsilon.
     places = (
         *rope_places,
@@ -127,20 +124,20 @@ def launch_sparse_mla_decode(
         items,
         programs,
     )
-    constants |= {
-        "HEAD_BLOCKS": head_blocks,
-        "FULL_TILES": num_heads % 64 == 0,
-        "IS_SPLIT": is_split,
-        "HAS_SM_SCALE": scale_config.sm_on_device,
-        "HAS_V_SCALE": scale_config.v_on_device,
-        "HAS_LENGTH": topk_length is not None,
-        "FORMAT": _record(kv_format, d_qk),
-        **flags,
+    has_codes = q.dtype == torch.float8_e4m3fn
+    constants = {
+        "WORK": work,
+        "RING": ring_config(d_qk, has_codes),
+        "SCALES": scale_config,
+        "POOL": hopper_pool_config(kv_format, d_qk, topk_length),
+        "END": end,
+        # Neither kernel reads the width of swizzled scales.
+        "OUTPUT": target.config._replace(sf_column_tiles=0),
         **OPTIONS,
     }
-    if q.dtype == torch.float8_e4m3fn:
-        assert kv_format.name == "FP8" and not has_extra, "codes meet the codes of one FP8 cache"
-        assert q_norm_eps is None and not rotates_query and q_order == "head", "codes stay codes"
+    if has_codes:
+        assert kv_format.name == "FP8" and extra is None, "codes meet the codes of one FP8 cache"
+        assert query == QueryConfig(d_qk, half_pairing=query.half_pairing), "codes stay codes"
         assert q.stride(0) % 16 == q.stride(1) % 16 == 0, "rows are copied 16 bytes at a time"
         launches.launch(
             sparse_mla_decode_fp8_kernel,
@@ -165,22 +162,11 @@ def launch_sparse_mla_decode(
             *places,
             q_norm_eps or 0.0,
             *scale_arguments,
-            CHUNK16=q_order == "chunk16",
-            ROTATE_QUERY=rotates_query,
-            HAS_NORM=q_norm_eps is not None,
-            INLINE=kv_format.placement == "inline",
-            HAS_EXTRA=has_extra,
-            HAS_EXTRA_LENGTH=extra_topk_length is not None,
-            EXTRA_FORMAT=_record(extra_format, d_qk),
-            EXTRA_INLINE=extra_format.placement == "inline",
-            # P V is held back until the next scores are nearly done, where the ring has room.
-            NUM_PIECES=4 if d_qk == 576 else 5,
-            DELAY_OUTPUT=d_qk != 576,
-            DEQUANT_REGISTERS=48,
+            QUERY=query,
+            EXTRA=extra,
             **constants,
         )
-    if is_split:
-        end = end_config(d_qk, attn_sink, rope)
+    if work.is_split:
         merge_splits(
             launches, partials, rope_places, lse, target, num_tokens, num_heads, splits, end
         )

@@ -79,28 +79,24 @@ def _send_query(
     stride_q_token,
     stride_q_head,
     item,
-    num_heads,
-    num_splits,
+    work,
     k_even,
     k_odd,
     k_ready,
     k_free,
     slot,
     phase,
-    HEAD_BLOCKS: gl.constexpr,
-    FULL_TILES: gl.constexpr,
-    IS_SPLIT: gl.constexpr,
-    CHUNK16: gl.constexpr,
-    TAIL: gl.constexpr,
-    NUM_PIECES: gl.constexpr,
+    WORK: gl.constexpr,
+    QUERY: gl.constexpr,
+    RING: gl.constexpr,
 ):
     """Start copying the query of a work item into the next pieces of the ring.
 
     Each is signalled once this warpgroup's copies have landed: 128 arrivals and one.
     """
-    token = item_token(item, num_splits, HEAD_BLOCKS, IS_SPLIT)
-    first_head = head_start(item, num_splits, HEAD_BLOCKS, IS_SPLIT)
-    for part in gl.static_range(3 if TAIL else 2):
+    token = item_token(item, work, WORK)
+    first_head = head_start(item, work, WORK)
+    for part in gl.static_range(3 if QUERY.d_qk == 576 else 2):
         mbarrier.wait(k_free.index(slot), phase)
         _fetch_query(
             q_ptr,
@@ -108,18 +104,18 @@ def _send_query(
             stride_q_head,
             token,
             first_head,
-            num_heads,
+            work.num_heads,
             k_even,
             k_odd,
             slot,
             part * 256,
             256 if part < 2 else 64,
-            FULL_TILES,
-            CHUNK16,
+            WORK.full_tiles,
+            QUERY.chunk16,
         )
         async_copy.mbarrier_arrive(k_ready.index(slot), increment_count=False)
         mbarrier.arrive(k_ready.index(slot), count=1)
-        slot, phase = next_piece(slot, phase, NUM_PIECES)
+        slot, phase = next_piece(slot, phase, RING.num_pieces)
     return slot, phase
 
 
@@ -200,16 +196,12 @@ def _decode(
 @gluon.jit
 def _next_slots(
     cursor,
-    step,
-    num_items,
-    num_splits,
+    work,
     pool,
     extra_pool,
-    HEAD_BLOCKS: gl.constexpr,
-    IS_SPLIT: gl.constexpr,
-    HAS_LENGTH: gl.constexpr,
-    HAS_EXTRA: gl.constexpr,
-    HAS_EXTRA_LENGTH: gl.constexpr,
+    WORK: gl.constexpr,
+    POOL: gl.constexpr,
+    EXTRA: gl.constexpr,
 ):
     """Move a cursor to the next block and load its slots.
 
@@ -223,27 +215,25 @@ def _next_slots(
     block += 1
     if block == count:
         block = 0
-        item = gl.minimum(item + step, num_items - 1)
+        item = gl.minimum(item + work.num_programs, work.num_items - 1)
         _, first, count, length, extra_length = work_range(
             item,
-            num_splits,
+            work,
             pool,
             extra_pool,
-            HEAD_BLOCKS,
-            IS_SPLIT,
-            HAS_LENGTH,
-            HAS_EXTRA,
-            HAS_EXTRA_LENGTH,
+            WORK,
+            POOL,
+            EXTRA,
         )
     ids, is_extra = load_slots(
         gl.arange(0, BLOCK_N, ROW),
         first + block,
         length,
         extra_length,
-        item_token(item, num_splits, HEAD_BLOCKS, IS_SPLIT),
+        item_token(item, work, WORK),
         pool,
         extra_pool,
-        HAS_EXTRA,
+        EXTRA,
     )
     return (item, block, first, count, length, extra_length), ids, is_extra
 
@@ -255,10 +245,7 @@ def dequant_role(
     stride_q_head,
     pool,
     extra_pool,
-    num_heads,
-    num_items,
-    num_programs,
-    num_splits,
+    work,
     k_even,
     k_odd,
     tail_smem,
@@ -268,18 +255,11 @@ def dequant_role(
     mask_smem,
     k_ready,
     k_free,
-    HEAD_BLOCKS: gl.constexpr,
-    FULL_TILES: gl.constexpr,
-    IS_SPLIT: gl.constexpr,
-    CHUNK16: gl.constexpr,
-    HAS_LENGTH: gl.constexpr,
-    HAS_EXTRA: gl.constexpr,
-    HAS_EXTRA_LENGTH: gl.constexpr,
-    FORMAT: gl.constexpr,
-    INLINE: gl.constexpr,
-    EXTRA_FORMAT: gl.constexpr,
-    EXTRA_INLINE: gl.constexpr,
-    NUM_PIECES: gl.constexpr,
+    WORK: gl.constexpr,
+    QUERY: gl.constexpr,
+    POOL: gl.constexpr,
+    EXTRA: gl.constexpr,
+    RING: gl.constexpr,
 ):
     """Fill the ring: per work item the query, then its blocks of 64 keys as bfloat16.
 
@@ -287,11 +267,14 @@ def dequant_role(
     With four units a record every stage is an allocation of its own: no hazards that are none.
     Keys that do not count are zero and marked in ``mask_smem``.
     """
+    NUM_PIECES: gl.constexpr = RING.num_pieces
+    FORMAT: gl.constexpr = POOL.record
     UNITS: gl.constexpr = unit_count(FORMAT)
-    MIXED: gl.constexpr = HAS_EXTRA and FORMAT != EXTRA_FORMAT
+    EXTRA_FORMAT: gl.constexpr = FORMAT if EXTRA is None else EXTRA.record
+    MIXED: gl.constexpr = FORMAT != EXTRA_FORMAT
     TAIL: gl.constexpr = has_tail(FORMAT)
     # Where the registers allow it.
-    EARLY: gl.constexpr = FORMAT == "v41" and not MIXED and not (IS_SPLIT and HAS_LENGTH)
+    EARLY: gl.constexpr = FORMAT == "v41" and not MIXED and not (WORK.is_split and POOL.has_length)
     even_words = _words_of(k_even, NUM_PIECES)
     odd_words = _words_of(k_odd, NUM_PIECES)
     if TAIL:
@@ -299,20 +282,18 @@ def dequant_role(
     slot = 0
     phase = 1
     blocks = 0
-    step = num_programs
+    step = work.num_programs
     # The cursor of the slots is a block ahead of what is copied, which is one ahead of what is
     # decoded. With EARLY it moves on as soon as the addresses are known.
     at_item = gl.program_id(0)
     _, at_first, at_count, length, extra_length = work_range(
         at_item,
-        num_splits,
+        work,
         pool,
         extra_pool,
-        HEAD_BLOCKS,
-        IS_SPLIT,
-        HAS_LENGTH,
-        HAS_EXTRA,
-        HAS_EXTRA_LENGTH,
+        WORK,
+        POOL,
+        EXTRA,
     )
     cursor = (at_item, 0, at_first, at_count, length, extra_length)
     ids, next_extra = load_slots(
@@ -320,10 +301,10 @@ def dequant_role(
         at_first,
         length,
         extra_length,
-        item_token(at_item, num_splits, HEAD_BLOCKS, IS_SPLIT),
+        item_token(at_item, work, WORK),
         pool,
         extra_pool,
-        HAS_EXTRA,
+        EXTRA,
     )
     located_extra = next_extra
     valid = gl.arange(0, BLOCK_N, ROW) < 0
@@ -332,33 +313,27 @@ def dequant_role(
     scale_ptr = pool[0] + nowhere
     # One round before the first item: its query goes before the keys, whose signal would otherwise
     # wait for them.
-    for item in range(gl.program_id(0) - step, num_items, step):
+    for item in range(gl.program_id(0) - step, work.num_items, step):
         _, _, count, _, _ = work_range(
             gl.maximum(item, 0),
-            num_splits,
+            work,
             pool,
             extra_pool,
-            HEAD_BLOCKS,
-            IS_SPLIT,
-            HAS_LENGTH,
-            HAS_EXTRA,
-            HAS_EXTRA_LENGTH,
+            WORK,
+            POOL,
+            EXTRA,
         )
         for _ in range(gl.where(item < 0, 0, count)):
             is_extra = located_extra
             if not EARLY:
                 cursor, ids, next_extra = _next_slots(
                     cursor,
-                    step,
-                    num_items,
-                    num_splits,
+                    work,
                     pool,
                     extra_pool,
-                    HEAD_BLOCKS,
-                    IS_SPLIT,
-                    HAS_LENGTH,
-                    HAS_EXTRA,
-                    HAS_EXTRA_LENGTH,
+                    WORK,
+                    POOL,
+                    EXTRA,
                 )
             mbarrier.wait(k_free.index(slot), phase)
             mask_smem.index(blocks & 3).store(gl.where(valid, 0, 1).to(gl.int8))
@@ -379,11 +354,8 @@ def dequant_role(
                         next_extra,
                         pool,
                         extra_pool,
-                        HAS_EXTRA,
-                        FORMAT,
-                        INLINE,
-                        EXTRA_FORMAT,
-                        EXTRA_INLINE,
+                        POOL,
+                        EXTRA,
                     )
                     located_extra = next_extra
                 if FORMAT == "v32" and unit == 0:
@@ -406,16 +378,12 @@ def dequant_role(
                 if EARLY and unit == UNITS - 3:
                     cursor, ids, next_extra = _next_slots(
                         cursor,
-                        step,
-                        num_items,
-                        num_splits,
+                        work,
                         pool,
                         extra_pool,
-                        HEAD_BLOCKS,
-                        IS_SPLIT,
-                        HAS_LENGTH,
-                        HAS_EXTRA,
-                        HAS_EXTRA_LENGTH,
+                        WORK,
+                        POOL,
+                        EXTRA,
                     )
                 _decode(
                     stages[unit] if UNITS == 4 else stages.index(stage),
@@ -434,26 +402,22 @@ def dequant_role(
             mbarrier.arrive(k_ready.index(slot), count=129)
             slot, phase = next_piece(slot, phase, NUM_PIECES)
             blocks += 1
-        if item + step < num_items:
+        if item + step < work.num_items:
             slot, phase = _send_query(
                 q_ptr,
                 stride_q_token,
                 stride_q_head,
                 item + step,
-                num_heads,
-                num_splits,
+                work,
                 k_even,
                 k_odd,
                 k_ready,
                 k_free,
                 slot,
                 phase,
-                HEAD_BLOCKS,
-                FULL_TILES,
-                IS_SPLIT,
-                CHUNK16,
-                TAIL,
-                NUM_PIECES,
+                WORK,
+                QUERY,
+                RING,
             )
         if item < 0:
             row_ptr, scale_ptr, valid = locate(
@@ -461,11 +425,8 @@ def dequant_role(
                 next_extra,
                 pool,
                 extra_pool,
-                HAS_EXTRA,
-                FORMAT,
-                INLINE,
-                EXTRA_FORMAT,
-                EXTRA_INLINE,
+                POOL,
+                EXTRA,
             )
             for unit in gl.static_range(3):
                 _fetch(
@@ -485,14 +446,10 @@ def dequant_role(
             if EARLY:
                 cursor, ids, next_extra = _next_slots(
                     cursor,
-                    step,
-                    num_items,
-                    num_splits,
+                    work,
                     pool,
                     extra_pool,
-                    HEAD_BLOCKS,
-                    IS_SPLIT,
-                    HAS_LENGTH,
-                    HAS_EXTRA,
-                    HAS_EXTRA_LENGTH,
+                    WORK,
+                    POOL,
+                    EXTRA,
                 )

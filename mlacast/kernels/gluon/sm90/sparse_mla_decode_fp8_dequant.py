@@ -51,36 +51,20 @@ def _copy_rows(target, rows, valid, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _slots_of(
-    cursor,
-    num_items,
-    num_splits,
-    pool,
-    HEAD_BLOCKS: gl.constexpr,
-    IS_SPLIT: gl.constexpr,
-):
+def _slots_of(cursor, work, pool, WORK: gl.constexpr):
     """Slots of the block under a cursor; of an item's first block where the cursor is on a query.
 
     Past the program's last item: slots that nobody asks for.
     """
     item, block, first, _, length = cursor
-    token = item_token(gl.minimum(item, num_items - 1), num_splits, HEAD_BLOCKS, IS_SPLIT)
+    token = item_token(gl.minimum(item, work.num_items - 1), work, WORK)
     lane = gl.arange(0, BLOCK_N, _ROW)
-    ids, _ = load_slots(lane, first + gl.maximum(block, 0), length, 0, token, pool, pool, False)
+    ids, _ = load_slots(lane, first + gl.maximum(block, 0), length, 0, token, pool, pool, None)
     return ids
 
 
 @gluon.jit
-def _advance(
-    cursor,
-    num_items,
-    num_programs,
-    num_splits,
-    pool,
-    HEAD_BLOCKS: gl.constexpr,
-    IS_SPLIT: gl.constexpr,
-    HAS_LENGTH: gl.constexpr,
-):
+def _advance(cursor, work, pool, WORK: gl.constexpr, POOL: gl.constexpr):
     """Move a cursor to the next 64 rows: the query of an item (block -1), or a block of its keys.
 
     A cursor is an item, a block of it, its first block, their number, and the length of its list.
@@ -89,17 +73,15 @@ def _advance(
     block += 1
     if block == count:
         block = -1
-        item += num_programs
+        item += work.num_programs
         _, first, count, length, _ = work_range(
-            gl.minimum(item, num_items - 1),
-            num_splits,
+            gl.minimum(item, work.num_items - 1),
+            work,
             pool,
             pool,
-            HEAD_BLOCKS,
-            IS_SPLIT,
-            HAS_LENGTH,
-            False,
-            False,
+            WORK,
+            POOL,
+            None,
         )
     return item, block, first, count, length
 
@@ -116,11 +98,9 @@ def _send(
     mask_smem,
     codes_ready,
     codes_free,
-    num_heads,
-    num_splits,
-    HEAD_BLOCKS: gl.constexpr,
-    IS_SPLIT: gl.constexpr,
-    FORMAT: gl.constexpr,
+    work,
+    WORK: gl.constexpr,
+    POOL: gl.constexpr,
 ):
     """Start copying the rows under a cursor into the stage whose turn it is, ``sent`` before it.
 
@@ -130,18 +110,18 @@ def _send(
     item, block, _, _, _ = cursor
     q_ptr, stride_q_token, stride_q_head = query
     stage = sent & 1
-    token = item_token(item, num_splits, HEAD_BLOCKS, IS_SPLIT)
-    rows, _, valid = locate(ids, False, pool, pool, False, FORMAT, False, FORMAT, False)
-    head = head_start(item, num_splits, HEAD_BLOCKS, IS_SPLIT) + opaque(gl.arange(0, BLOCK_H, _ROW))
+    token = item_token(item, work, WORK)
+    rows, _, valid = locate(ids, False, pool, pool, POOL, None)
+    head = head_start(item, work, WORK) + opaque(gl.arange(0, BLOCK_H, _ROW))
     # Four words at a time: so the compiler knows that copies of 16 bytes are aligned.
     q_rows = q_ptr + token.to(gl.int64) * stride_q_token * 4 + head * stride_q_head * 4
     rows = gl.where(block < 0, q_rows, rows)
-    valid = gl.where(block < 0, head < num_heads, valid)
+    valid = gl.where(block < 0, head < work.num_heads, valid)
     mbarrier.wait(codes_free.index(stage), ((sent >> 1) & 1) ^ 1)
     mask_smem.index(sent & 3).store(gl.where(valid, 0, 1).to(gl.int8))
-    for unit in gl.static_range(unit_count(FORMAT)):
+    for unit in gl.static_range(unit_count(POOL.record)):
         _copy_rows(codes[unit].index(stage), rows, valid, 32 * unit, _WORDS)
-    if has_tail(FORMAT):
+    if has_tail(POOL.record):
         _copy_rows(tail_codes.index(stage), rows, valid, 128, _TAIL_WORDS)
     async_copy.mbarrier_arrive(codes_ready.index(stage), increment_count=False)
     mbarrier.arrive(codes_ready.index(stage), count=1)
@@ -151,10 +131,7 @@ def _send(
 def fp8_dequant_role(
     query,
     pool,
-    num_heads,
-    num_items,
-    num_programs,
-    num_splits,
+    work,
     codes,
     tail_codes,
     k_even,
@@ -164,10 +141,8 @@ def fp8_dequant_role(
     codes_free,
     k_ready,
     k_free,
-    HEAD_BLOCKS: gl.constexpr,
-    IS_SPLIT: gl.constexpr,
-    HAS_LENGTH: gl.constexpr,
-    FORMAT: gl.constexpr,
+    WORK: gl.constexpr,
+    POOL: gl.constexpr,
     NUM_PIECES: gl.constexpr,
 ):
     """Copy queries and blocks of keys into two stages in turn; decode keys into the ring.
@@ -183,28 +158,23 @@ def fp8_dequant_role(
     sent = 0
     decoded = 0
     cursor = _advance(
-        (gl.program_id(0) - num_programs, -1, 0, 0, 0),
-        num_items,
-        num_programs,
-        num_splits,
+        (gl.program_id(0) - work.num_programs, -1, 0, 0, 0),
+        work,
         pool,
-        HEAD_BLOCKS,
-        IS_SPLIT,
-        HAS_LENGTH,
+        WORK,
+        POOL,
     )
-    ids = _slots_of(cursor, num_items, num_splits, pool, HEAD_BLOCKS, IS_SPLIT)
+    ids = _slots_of(cursor, work, pool, WORK)
     # Two rounds before the first item fill the stages, with its query and its first block.
-    for item in range(gl.program_id(0) - 2 * num_programs, num_items, num_programs):
+    for item in range(gl.program_id(0) - 2 * work.num_programs, work.num_items, work.num_programs):
         _, _, count, _, _ = work_range(
             gl.maximum(item, 0),
-            num_splits,
+            work,
             pool,
             pool,
-            HEAD_BLOCKS,
-            IS_SPLIT,
-            HAS_LENGTH,
-            False,
-            False,
+            WORK,
+            POOL,
+            None,
         )
         # What an item begins with, its query, is not decoded.
         for i in range(gl.where(item < 0, 1, count + 1)):
@@ -212,7 +182,7 @@ def fp8_dequant_role(
                 stage = decoded & 1
                 mbarrier.wait(codes_ready.index(stage), (decoded >> 1) & 1)
                 mbarrier.wait(k_free.index(slot), phase)
-                for unit in gl.static_range(unit_count(FORMAT)):
+                for unit in gl.static_range(unit_count(POOL.record)):
                     if unit == 2:
                         mbarrier.arrive(k_ready.index(slot), count=1)
                         slot, phase = next_piece(slot, phase, NUM_PIECES)
@@ -225,7 +195,7 @@ def fp8_dequant_role(
                 slot, phase = next_piece(slot, phase, NUM_PIECES)
             if item >= 0:
                 decoded += 1
-            if cursor[0] < num_items:
+            if cursor[0] < work.num_items:
                 _send(
                     cursor,
                     ids,
@@ -237,21 +207,16 @@ def fp8_dequant_role(
                     mask_smem,
                     codes_ready,
                     codes_free,
-                    num_heads,
-                    num_splits,
-                    HEAD_BLOCKS,
-                    IS_SPLIT,
-                    FORMAT,
+                    work,
+                    WORK,
+                    POOL,
                 )
                 sent += 1
                 cursor = _advance(
                     cursor,
-                    num_items,
-                    num_programs,
-                    num_splits,
+                    work,
                     pool,
-                    HEAD_BLOCKS,
-                    IS_SPLIT,
-                    HAS_LENGTH,
+                    WORK,
+                    POOL,
                 )
-                ids = _slots_of(cursor, num_items, num_splits, pool, HEAD_BLOCKS, IS_SPLIT)
+                ids = _slots_of(cursor, work, pool, WORK)

@@ -23,12 +23,7 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_kernel import (
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_output import output_role
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import has_tail
-from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import BLOCK_H, BLOCK_N, LOG2_E
-
-# The scores get what the outputs and the dequantisation leave of 512 registers a thread.
-_DEQUANT_REGISTERS = gl.constexpr(32)
-# Pieces of the ring: two blocks of keys.
-_NUM_PIECES = gl.constexpr(4)
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import BLOCK_H, BLOCK_N, LOG2_E, Pool, Work
 
 
 @gluon.jit(
@@ -78,21 +73,12 @@ def sparse_mla_decode_fp8_kernel(
     sm_scale_ptr,
     v_scale,
     v_scale_ptr,
-    HEAD_BLOCKS: gl.constexpr,
-    FULL_TILES: gl.constexpr,
-    IS_SPLIT: gl.constexpr,
-    HAS_SM_SCALE: gl.constexpr,
-    HAS_V_SCALE: gl.constexpr,
-    HAS_ROPE: gl.constexpr,
-    HALF_PAIRING: gl.constexpr,
-    HAS_SINK: gl.constexpr,
-    HAS_LENGTH: gl.constexpr,
-    FORMAT: gl.constexpr,
-    KIND: gl.constexpr,
-    GROUP: gl.constexpr,
-    F: gl.constexpr,
-    CHUNK32: gl.constexpr,
-    AMAX_FLOOR: gl.constexpr,
+    WORK: gl.constexpr,
+    RING: gl.constexpr,
+    SCALES: gl.constexpr,
+    POOL: gl.constexpr,
+    END: gl.constexpr,
+    OUTPUT: gl.constexpr,
 ):
     """Work items (split, 64 heads of one token) at a stride of the grid. Grid: (programs,).
 
@@ -103,13 +89,15 @@ def sparse_mla_decode_fp8_kernel(
     ``k_free`` output -> dequantisation, ``p_ready`` score -> output, ``p_free`` output -> score,
     ``factor_ready`` score -> output, ``factor_free`` output -> score.
     """
+    FORMAT: gl.constexpr = POOL.record
+    NUM_PIECES: gl.constexpr = RING.num_pieces
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     CODES: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     TAIL_CODES: gl.constexpr = gl.NVMMASharedLayout(64, 8, 2)
-    k_even = gl.allocate_shared_memory(gl.bfloat16, [_NUM_PIECES, BLOCK_N, 128], TILE)
-    k_odd = gl.allocate_shared_memory(gl.bfloat16, [_NUM_PIECES, BLOCK_N, 128], TILE)
+    k_even = gl.allocate_shared_memory(gl.bfloat16, [NUM_PIECES, BLOCK_N, 128], TILE)
+    k_odd = gl.allocate_shared_memory(gl.bfloat16, [NUM_PIECES, BLOCK_N, 128], TILE)
     # An allocation a unit, so that none waits for the reads of another.
     words = (
         gl.allocate_shared_memory(gl.int32, [2, BLOCK_N, 32], WORDS_OF_UNIT),
@@ -136,8 +124,8 @@ def sparse_mla_decode_fp8_kernel(
     factor_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_H], ROW)
     codes_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     codes_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    k_ready = gl.allocate_shared_memory(gl.int64, [_NUM_PIECES, 1], BARRIER)
-    k_free = gl.allocate_shared_memory(gl.int64, [_NUM_PIECES, 1], BARRIER)
+    k_ready = gl.allocate_shared_memory(gl.int64, [NUM_PIECES, 1], BARRIER)
+    k_free = gl.allocate_shared_memory(gl.int64, [NUM_PIECES, 1], BARRIER)
     p_ready = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     p_free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     factor_ready = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
@@ -145,7 +133,7 @@ def sparse_mla_decode_fp8_kernel(
     for i in gl.static_range(2):
         mbarrier.init(codes_ready.index(i), count=129)
         mbarrier.init(codes_free.index(i), count=1)
-    for i in gl.static_range(_NUM_PIECES):
+    for i in gl.static_range(NUM_PIECES):
         mbarrier.init(k_ready.index(i), count=1)
         mbarrier.init(k_free.index(i), count=1)
     mbarrier.init(p_ready, count=1)
@@ -155,7 +143,7 @@ def sparse_mla_decode_fp8_kernel(
     # Until here the kernel before this one may run: kernels/common/dependents.py.
     gdc_wait()
     gdc_launch_dependents()
-    pool = (
+    pool = Pool(
         cache_ptr,
         stride_page,
         page_size,
@@ -168,9 +156,9 @@ def sparse_mla_decode_fp8_kernel(
         length_ptr,
         stride_length,
     )
-    if HAS_SM_SCALE:
+    if SCALES.sm_on_device:
         sm_scale = gl.load(sm_scale_ptr)
-    if HAS_V_SCALE:
+    if SCALES.v_on_device:
         v_scale = gl.load(v_scale_ptr)
     query = (q_ptr, stride_q_token, stride_q_head)
     rope = (table_ptr, stride_table, table_rows, positions_ptr, stride_positions)
@@ -184,6 +172,30 @@ def sparse_mla_decode_fp8_kernel(
         stride_sf_group,
         stride_sf_word,
         padding_rows,
+    )
+    work = Work(num_tokens, num_heads, num_items, num_programs, num_splits)
+    # What both halves of the output get.
+    places = (
+        k_even,
+        k_odd,
+        p_smem,
+        alpha_smem,
+        factor_smem,
+        k_ready,
+        k_free,
+        p_ready,
+        # Weights are multiplied as soon as they are stored.
+        p_ready,
+        p_free,
+        factor_ready,
+        factor_free,
+        pool,
+        pool,
+        rope,
+        target,
+        partial_out_ptr,
+        v_scale,
+        work,
     )
     gl.warp_specialize(
         [
@@ -208,122 +220,22 @@ def sparse_mla_decode_fp8_kernel(
                     lse_ptr,
                     partial_max_ptr,
                     partial_sum_ptr,
-                    num_tokens,
-                    num_heads,
-                    num_items,
-                    num_programs,
-                    num_splits,
+                    work,
                     sm_scale * LOG2_E,
                     v_scale,
-                    HEAD_BLOCKS,
-                    IS_SPLIT,
-                    HAS_SINK,
-                    HAS_LENGTH,
-                    FORMAT,
+                    WORK,
+                    POOL,
+                    END,
                 ),
             ),
-            (
-                output_role,
-                (
-                    k_even,
-                    k_odd,
-                    p_smem,
-                    alpha_smem,
-                    factor_smem,
-                    k_ready,
-                    k_free,
-                    p_ready,
-                    # Weights are multiplied as soon as they are stored.
-                    p_ready,
-                    p_free,
-                    factor_ready,
-                    factor_free,
-                    pool,
-                    pool,
-                    rope,
-                    target,
-                    partial_out_ptr,
-                    v_scale,
-                    num_tokens,
-                    num_heads,
-                    num_items,
-                    num_programs,
-                    num_splits,
-                    0,
-                    HEAD_BLOCKS,
-                    FULL_TILES,
-                    IS_SPLIT,
-                    HAS_ROPE and not has_tail(FORMAT),
-                    HALF_PAIRING,
-                    HAS_SINK,
-                    HAS_LENGTH,
-                    False,
-                    False,
-                    KIND,
-                    GROUP,
-                    F,
-                    CHUNK32,
-                    AMAX_FLOOR,
-                    0,
-                    _NUM_PIECES,
-                    False,
-                ),
-            ),
-            (
-                output_role,
-                (
-                    k_even,
-                    k_odd,
-                    p_smem,
-                    alpha_smem,
-                    factor_smem,
-                    k_ready,
-                    k_free,
-                    p_ready,
-                    p_ready,
-                    p_free,
-                    factor_ready,
-                    factor_free,
-                    pool,
-                    pool,
-                    rope,
-                    target,
-                    partial_out_ptr,
-                    v_scale,
-                    num_tokens,
-                    num_heads,
-                    num_items,
-                    num_programs,
-                    num_splits,
-                    1,
-                    HEAD_BLOCKS,
-                    FULL_TILES,
-                    IS_SPLIT,
-                    HAS_ROPE and not has_tail(FORMAT),
-                    HALF_PAIRING,
-                    HAS_SINK,
-                    HAS_LENGTH,
-                    False,
-                    False,
-                    KIND,
-                    GROUP,
-                    F,
-                    CHUNK32,
-                    AMAX_FLOOR,
-                    0,
-                    _NUM_PIECES,
-                    False,
-                ),
-            ),
+            (output_role, (places, 0, WORK, POOL, None, END, OUTPUT, 0, RING)),
+            (output_role, (places, 1, WORK, POOL, None, END, OUTPUT, 0, RING)),
             (
                 fp8_dequant_role,
                 (
                     query,
                     pool,
-                    num_heads,
-                    num_items,
-                    num_programs,
-                    num_splits,
+                    work,
                     words,
                     tail_words,
                     k_even,
@@ -333,14 +245,12 @@ def sparse_mla_decode_fp8_kernel(
                     codes_free,
                     k_ready,
                     k_free,
-                    HEAD_BLOCKS,
-                    IS_SPLIT,
-                    HAS_LENGTH,
-                    FORMAT,
-                    _NUM_PIECES,
+                    WORK,
+                    POOL,
+                    NUM_PIECES,
                 ),
             ),
         ],
         [4, 4, 4],
-        [OUTPUT_REGISTERS, OUTPUT_REGISTERS, _DEQUANT_REGISTERS],
+        [OUTPUT_REGISTERS, OUTPUT_REGISTERS, RING.dequant_registers],
     )

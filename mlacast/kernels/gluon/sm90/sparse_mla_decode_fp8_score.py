@@ -45,18 +45,12 @@ def fp8_score_role(
     lse_ptr,
     partial_max_ptr,
     partial_sum_ptr,
-    num_tokens,
-    num_heads,
-    num_items,
-    num_programs,
-    num_splits,
+    work,
     score_scale_log2,
     v_scale,
-    HEAD_BLOCKS: gl.constexpr,
-    IS_SPLIT: gl.constexpr,
-    HAS_SINK: gl.constexpr,
-    HAS_LENGTH: gl.constexpr,
-    FORMAT: gl.constexpr,
+    WORK: gl.constexpr,
+    POOL: gl.constexpr,
+    END: gl.constexpr,
 ):
     """Scores and softmax of every work item; lse or the split's state to global memory.
 
@@ -76,10 +70,8 @@ def fp8_score_role(
     taken = 0
     count = 0
     item_phase = 0
-    for item in range(gl.program_id(0), num_items, num_programs):
-        token, _, num_blocks, _, _ = work_range(
-            item, num_splits, pool, pool, HEAD_BLOCKS, IS_SPLIT, HAS_LENGTH, False, False
-        )
+    for item in range(gl.program_id(0), work.num_items, work.num_programs):
+        token, _, num_blocks, _, _ = work_range(item, work, pool, pool, WORK, POOL, None)
         stage = taken & 1
         mbarrier.wait(codes_ready.index(stage), (taken >> 1) & 1)
         query = (
@@ -88,7 +80,7 @@ def fp8_score_role(
             codes[2].index(stage).load(Q),
             codes[3].index(stage).load(Q),
         )
-        if has_tail(FORMAT):
+        if has_tail(POOL.record):
             q_tail_smem.store(tail_codes.index(stage).load(Q))
         mbarrier.arrive(codes_free.index(stage), count=1)
         taken += 1
@@ -104,12 +96,12 @@ def fp8_score_role(
             s = warpgroup_mma(query[0], keys, s, use_acc=False, is_async=True)
             keys = codes[1].index(stage).permute((1, 0))
             right = warpgroup_mma(query[1], keys, right, use_acc=False, is_async=True)
-            for unit in gl.static_range(2, unit_count(FORMAT)):
+            for unit in gl.static_range(2, unit_count(POOL.record)):
                 s, right = warpgroup_mma_wait(0, deps=[s, right])
                 s += right
                 keys = codes[unit].index(stage).permute((1, 0))
                 right = warpgroup_mma(query[unit], keys, right, use_acc=False, is_async=True)
-            if has_tail(FORMAT):
+            if has_tail(POOL.record):
                 keys = tail_codes.index(stage).permute((1, 0))
                 right = warpgroup_mma(q_tail_smem, keys, right, is_async=True)
             mask = mask_smem.index(taken & 3)
@@ -137,13 +129,10 @@ def fp8_score_role(
             lse_ptr,
             partial_max_ptr,
             partial_sum_ptr,
-            num_tokens,
-            num_heads,
-            num_splits,
+            work,
             KEY_UNIT * v_scale,
-            HEAD_BLOCKS,
-            IS_SPLIT,
-            HAS_SINK,
+            WORK,
+            END,
         )
-        if not IS_SPLIT:
+        if not WORK.is_split:
             item_phase ^= 1

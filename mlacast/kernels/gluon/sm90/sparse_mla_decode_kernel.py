@@ -18,9 +18,9 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import (
     unit_count,
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_score import score_role
-from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import BLOCK_H, BLOCK_N, LOG2_E
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import BLOCK_H, BLOCK_N, LOG2_E, Pool, Work
 
-# The outputs take 160 registers a thread, the dequantisation DEQUANT_REGISTERS, the scores what is
+# The outputs take 160 registers a thread, the dequantisation what the ring says, the scores what is
 # left of 512.
 OPTIONS = {"num_warps": 4, "maxnreg": 128, "launch_pdl": True}
 OUTPUT_REGISTERS = gl.constexpr(160)
@@ -130,32 +130,14 @@ def sparse_mla_decode_kernel(
     sm_scale_ptr,
     v_scale,
     v_scale_ptr,
-    HEAD_BLOCKS: gl.constexpr,
-    FULL_TILES: gl.constexpr,
-    IS_SPLIT: gl.constexpr,
-    CHUNK16: gl.constexpr,
-    HAS_SM_SCALE: gl.constexpr,
-    HAS_V_SCALE: gl.constexpr,
-    ROTATE_QUERY: gl.constexpr,
-    HAS_NORM: gl.constexpr,
-    HAS_ROPE: gl.constexpr,
-    HALF_PAIRING: gl.constexpr,
-    HAS_SINK: gl.constexpr,
-    HAS_LENGTH: gl.constexpr,
-    FORMAT: gl.constexpr,
-    INLINE: gl.constexpr,
-    HAS_EXTRA: gl.constexpr,
-    HAS_EXTRA_LENGTH: gl.constexpr,
-    EXTRA_FORMAT: gl.constexpr,
-    EXTRA_INLINE: gl.constexpr,
-    KIND: gl.constexpr,
-    GROUP: gl.constexpr,
-    F: gl.constexpr,
-    CHUNK32: gl.constexpr,
-    AMAX_FLOOR: gl.constexpr,
-    NUM_PIECES: gl.constexpr,
-    DELAY_OUTPUT: gl.constexpr,
-    DEQUANT_REGISTERS: gl.constexpr,
+    WORK: gl.constexpr,
+    RING: gl.constexpr,
+    SCALES: gl.constexpr,
+    QUERY: gl.constexpr,
+    POOL: gl.constexpr,
+    EXTRA: gl.constexpr,
+    END: gl.constexpr,
+    OUTPUT: gl.constexpr,
 ):
     """Work items (split, 64 heads of one token) at a stride of the grid. Grid: (programs,).
 
@@ -166,6 +148,8 @@ def sparse_mla_decode_kernel(
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    FORMAT: gl.constexpr = POOL.record
+    NUM_PIECES: gl.constexpr = RING.num_pieces
     QUERY_PIECES: gl.constexpr = 3 if has_tail(FORMAT) else 2
     k_even = gl.allocate_shared_memory(gl.bfloat16, [NUM_PIECES, BLOCK_N, 128], TILE)
     k_odd = gl.allocate_shared_memory(gl.bfloat16, [NUM_PIECES, BLOCK_N, 128], TILE)
@@ -212,7 +196,7 @@ def sparse_mla_decode_kernel(
     # Until here the kernel before this one may run: kernels/common/dependents.py.
     gdc_wait()
     gdc_launch_dependents()
-    pool = (
+    pool = Pool(
         cache_ptr,
         stride_page,
         page_size,
@@ -225,7 +209,7 @@ def sparse_mla_decode_kernel(
         length_ptr,
         stride_length,
     )
-    extra_pool = (
+    extra_pool = Pool(
         extra_cache_ptr,
         extra_stride_page,
         extra_page_size,
@@ -238,9 +222,9 @@ def sparse_mla_decode_kernel(
         extra_length_ptr,
         extra_stride_length,
     )
-    if HAS_SM_SCALE:
+    if SCALES.sm_on_device:
         sm_scale = gl.load(sm_scale_ptr)
-    if HAS_V_SCALE:
+    if SCALES.v_on_device:
         v_scale = gl.load(v_scale_ptr)
     rope = (table_ptr, stride_table, table_rows, positions_ptr, stride_positions)
     target = (
@@ -253,6 +237,29 @@ def sparse_mla_decode_kernel(
         stride_sf_group,
         stride_sf_word,
         padding_rows,
+    )
+    work = Work(num_tokens, num_heads, num_items, num_programs, num_splits)
+    # What both halves of the output get.
+    places = (
+        k_even,
+        k_odd,
+        p_smem,
+        alpha_smem,
+        factor_smem,
+        k_ready,
+        k_free,
+        p_ready,
+        p_go,
+        p_free,
+        factor_ready,
+        factor_free,
+        pool,
+        extra_pool,
+        rope,
+        target,
+        partial_out_ptr,
+        v_scale,
+        work,
     )
     gl.warp_specialize(
         [
@@ -283,121 +290,20 @@ def sparse_mla_decode_kernel(
                     lse_ptr,
                     partial_max_ptr,
                     partial_sum_ptr,
-                    num_tokens,
-                    num_heads,
-                    num_items,
-                    num_programs,
-                    num_splits,
+                    work,
                     eps,
                     sm_scale * LOG2_E,
                     v_scale,
-                    HEAD_BLOCKS,
-                    FULL_TILES,
-                    IS_SPLIT,
-                    HAS_NORM,
-                    ROTATE_QUERY,
-                    HALF_PAIRING,
-                    HAS_SINK,
-                    HAS_LENGTH,
-                    HAS_EXTRA,
-                    HAS_EXTRA_LENGTH,
-                    FORMAT,
-                    NUM_PIECES,
-                    DELAY_OUTPUT,
+                    WORK,
+                    QUERY,
+                    POOL,
+                    EXTRA,
+                    END,
+                    RING,
                 ),
             ),
-            (
-                output_role,
-                (
-                    k_even,
-                    k_odd,
-                    p_smem,
-                    alpha_smem,
-                    factor_smem,
-                    k_ready,
-                    k_free,
-                    p_ready,
-                    p_go,
-                    p_free,
-                    factor_ready,
-                    factor_free,
-                    pool,
-                    extra_pool,
-                    rope,
-                    target,
-                    partial_out_ptr,
-                    v_scale,
-                    num_tokens,
-                    num_heads,
-                    num_items,
-                    num_programs,
-                    num_splits,
-                    0,
-                    HEAD_BLOCKS,
-                    FULL_TILES,
-                    IS_SPLIT,
-                    HAS_ROPE and not has_tail(FORMAT),
-                    HALF_PAIRING,
-                    HAS_SINK,
-                    HAS_LENGTH,
-                    HAS_EXTRA,
-                    HAS_EXTRA_LENGTH,
-                    KIND,
-                    GROUP,
-                    F,
-                    CHUNK32,
-                    AMAX_FLOOR,
-                    QUERY_PIECES,
-                    NUM_PIECES,
-                    DELAY_OUTPUT,
-                ),
-            ),
-            (
-                output_role,
-                (
-                    k_even,
-                    k_odd,
-                    p_smem,
-                    alpha_smem,
-                    factor_smem,
-                    k_ready,
-                    k_free,
-                    p_ready,
-                    p_go,
-                    p_free,
-                    factor_ready,
-                    factor_free,
-                    pool,
-                    extra_pool,
-                    rope,
-                    target,
-                    partial_out_ptr,
-                    v_scale,
-                    num_tokens,
-                    num_heads,
-                    num_items,
-                    num_programs,
-                    num_splits,
-                    1,
-                    HEAD_BLOCKS,
-                    FULL_TILES,
-                    IS_SPLIT,
-                    HAS_ROPE and not has_tail(FORMAT),
-                    HALF_PAIRING,
-                    HAS_SINK,
-                    HAS_LENGTH,
-                    HAS_EXTRA,
-                    HAS_EXTRA_LENGTH,
-                    KIND,
-                    GROUP,
-                    F,
-                    CHUNK32,
-                    AMAX_FLOOR,
-                    QUERY_PIECES,
-                    NUM_PIECES,
-                    DELAY_OUTPUT,
-                ),
-            ),
+            (output_role, (places, 0, WORK, POOL, EXTRA, END, OUTPUT, QUERY_PIECES, RING)),
+            (output_role, (places, 1, WORK, POOL, EXTRA, END, OUTPUT, QUERY_PIECES, RING)),
             (
                 dequant_role,
                 (
@@ -406,10 +312,7 @@ def sparse_mla_decode_kernel(
                     stride_q_head,
                     pool,
                     extra_pool,
-                    num_heads,
-                    num_items,
-                    num_programs,
-                    num_splits,
+                    work,
                     k_even,
                     k_odd,
                     tail_smem,
@@ -419,21 +322,14 @@ def sparse_mla_decode_kernel(
                     mask_smem,
                     k_ready,
                     k_free,
-                    HEAD_BLOCKS,
-                    FULL_TILES,
-                    IS_SPLIT,
-                    CHUNK16,
-                    HAS_LENGTH,
-                    HAS_EXTRA,
-                    HAS_EXTRA_LENGTH,
-                    FORMAT,
-                    INLINE,
-                    EXTRA_FORMAT,
-                    EXTRA_INLINE,
-                    NUM_PIECES,
+                    WORK,
+                    QUERY,
+                    POOL,
+                    EXTRA,
+                    RING,
                 ),
             ),
         ],
         [4, 4, 4],
-        [OUTPUT_REGISTERS, OUTPUT_REGISTERS, DEQUANT_REGISTERS],
+        [OUTPUT_REGISTERS, OUTPUT_REGISTERS, RING.dequant_registers],
     )

@@ -68,56 +68,46 @@ def _store_partial(
 
 @gluon.jit
 def output_role(
-    k_even,
-    k_odd,
-    p_smem,
-    alpha_smem,
-    factor_smem,
-    k_ready,
-    k_free,
-    p_ready,
-    p_go,
-    p_free,
-    factor_ready,
-    factor_free,
-    pool,
-    extra_pool,
-    rope,
-    target,
-    partial_out_ptr,
-    v_scale,
-    num_tokens,
-    num_heads,
-    num_items,
-    num_programs,
-    num_splits,
+    places,
     HALF: gl.constexpr,
-    HEAD_BLOCKS: gl.constexpr,
-    FULL_TILES: gl.constexpr,
-    IS_SPLIT: gl.constexpr,
-    ROTATE_BACK: gl.constexpr,
-    HALF_PAIRING: gl.constexpr,
-    HAS_SINK: gl.constexpr,
-    HAS_LENGTH: gl.constexpr,
-    HAS_EXTRA: gl.constexpr,
-    HAS_EXTRA_LENGTH: gl.constexpr,
-    KIND: gl.constexpr,
-    GROUP: gl.constexpr,
-    F: gl.constexpr,
-    CHUNK32: gl.constexpr,
-    AMAX_FLOOR: gl.constexpr,
+    WORK: gl.constexpr,
+    POOL: gl.constexpr,
+    EXTRA: gl.constexpr,
+    END: gl.constexpr,
+    OUTPUT: gl.constexpr,
     QUERY_PIECES: gl.constexpr,
-    NUM_PIECES: gl.constexpr,
-    DELAY_OUTPUT: gl.constexpr,
+    RING: gl.constexpr,
 ):
     """Accumulate dimensions ``256 * HALF``.. of every item; a split leaves its state, others end.
 
-    Of the ring a query takes QUERY_PIECES pieces before the keys of its item. Consumes ``p_ready``,
-    with DELAY_OUTPUT ``p_go``, ``factor_ready`` and, where the ring holds no queries, ``k_ready``;
-    produces ``p_free``, ``factor_free`` and ``k_free`` of its half of the keys.
+    ``places`` are memory and numbers that both halves get. Of the ring a query takes QUERY_PIECES
+    pieces before the keys of its item. Consumes ``p_ready``, with delayed outputs ``p_go``,
+    ``factor_ready`` and, where the ring holds no queries, ``k_ready``; produces ``p_free``,
+    ``factor_free`` and ``k_free`` of its half of the keys.
     """
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, OUT)
+    (
+        k_even,
+        k_odd,
+        p_smem,
+        alpha_smem,
+        factor_smem,
+        k_ready,
+        k_free,
+        p_ready,
+        p_go,
+        p_free,
+        factor_ready,
+        factor_free,
+        pool,
+        extra_pool,
+        rope,
+        target,
+        partial_out_ptr,
+        v_scale,
+        work,
+    ) = places
     table_ptr, stride_table, table_rows, positions_ptr, stride_positions = rope
     (
         data_ptr,
@@ -133,42 +123,40 @@ def output_role(
     slot = HALF + QUERY_PIECES - 2
     count = 0
     item_phase = 0
-    ROTATES: gl.constexpr = ROTATE_BACK and HALF == 1 and not IS_SPLIT
+    ROTATES: gl.constexpr = END.rotates_back and HALF == 1 and not WORK.is_split
     # Rows that are zero whatever the accumulator and the table hold.
-    MASKED: gl.constexpr = HAS_SINK or ROTATES
+    MASKED: gl.constexpr = END.has_sink or ROTATES
     if ROTATES:
         pairs, other = split_pairs(
-            halves(gl.zeros((BLOCK_H, 128), gl.float32, OUT), 128)[1], HALF_PAIRING
+            halves(gl.zeros((BLOCK_H, 128), gl.float32, OUT), 128)[1], END.half_pairing
         )
-    for item in range(gl.program_id(0), num_items, num_programs):
+    for item in range(gl.program_id(0), work.num_items, work.num_programs):
         token, _, num_blocks, _, _ = work_range(
             item,
-            num_splits,
+            work,
             pool,
             extra_pool,
-            HEAD_BLOCKS,
-            IS_SPLIT,
-            HAS_LENGTH,
-            HAS_EXTRA,
-            HAS_EXTRA_LENGTH,
+            WORK,
+            POOL,
+            EXTRA,
         )
-        first_head = head_start(item, num_splits, HEAD_BLOCKS, IS_SPLIT)
+        first_head = head_start(item, work, WORK)
         if ROTATES:
             angles = table_row(table_rows, positions_ptr, stride_positions, token)
         even = gl.zeros((BLOCK_H, 128), gl.float32, OUT)
         odd = gl.zeros((BLOCK_H, 128), gl.float32, OUT)
         for _ in range(num_blocks):
-            slot = skip_pieces(slot, 2, NUM_PIECES)
+            slot = skip_pieces(slot, 2, RING.num_pieces)
             phase = count & 1
             mbarrier.wait(p_ready, phase)
             alpha = alpha_smem.load(ROW)
             even = rescale(even, alpha, 64)
             odd = rescale(odd, alpha, 64)
-            if DELAY_OUTPUT:
+            if RING.delays_output:
                 mbarrier.wait(p_go, phase)
             if QUERY_PIECES == 0:
                 # The scores were taken from elsewhere: that they are done says nothing of the keys.
-                mbarrier.wait(k_ready.index(slot), (2 * count + HALF) // NUM_PIECES & 1)
+                mbarrier.wait(k_ready.index(slot), (2 * count + HALF) // RING.num_pieces & 1)
             fence_async_shared()
             even = warpgroup_mma(p_smem, k_even.index(slot), even, is_async=True)
             odd = warpgroup_mma(p_smem, k_odd.index(slot), odd, is_async=True)
@@ -177,9 +165,11 @@ def output_role(
             mbarrier.arrive(k_free.index(slot), count=1)
             count += 1
         # The query of the next item.
-        slot = skip_pieces(slot, QUERY_PIECES, NUM_PIECES)
-        if IS_SPLIT:
-            state = row_offset(split_of(item, num_splits) * num_tokens + token, num_heads)
+        slot = skip_pieces(slot, QUERY_PIECES, RING.num_pieces)
+        if WORK.is_split:
+            state = row_offset(
+                split_of(item, work.num_splits) * work.num_tokens + token, work.num_heads
+            )
             for first in gl.static_range(0, 256, 128):
                 _store_partial(
                     even if first == 0 else odd,
@@ -187,9 +177,9 @@ def output_role(
                     partial_out_ptr,
                     state,
                     first_head,
-                    num_heads,
+                    work.num_heads,
                     HALF * 256 + first,
-                    FULL_TILES,
+                    WORK.full_tiles,
                 )
         else:
             if ROTATES:
@@ -199,14 +189,14 @@ def output_role(
             mbarrier.arrive(factor_free, count=1)
             item_phase ^= 1
             row = token.to(gl.int64)
-            padding = gl.where(token == num_tokens - 1, padding_rows, 0)
+            padding = gl.where(token == work.num_tokens - 1, padding_rows, 0)
             # The rotated block last: only then are there registers for its angles.
             for first in gl.static_range(0, 256, 128):
                 block = even if first == 0 else odd
                 factor = held_back(factor)
                 if ROTATES and first == 128:
                     cos, sin = load_angles(table_ptr, stride_table, angles, pairs)
-                    block = rotate_back(block, cos, sin, HALF_PAIRING)
+                    block = rotate_back(block, cos, sin, END.half_pairing)
                 alive = gl.where(factor == 0.0, 0, -1)
                 store_scaled_block(
                     block,
@@ -222,13 +212,13 @@ def output_role(
                     row,
                     padding,
                     first_head,
-                    num_heads,
+                    work.num_heads,
                     HALF * 256 + first,
-                    FULL_TILES,
+                    WORK.full_tiles,
                     MASKED,
-                    KIND,
-                    GROUP,
-                    F,
-                    CHUNK32,
-                    AMAX_FLOOR,
+                    OUTPUT.kind,
+                    OUTPUT.group,
+                    OUTPUT.features,
+                    OUTPUT.chunk32,
+                    OUTPUT.amax_floor,
                 )

@@ -120,8 +120,10 @@ def scale_words(FORMAT):
 
 
 @gluon.jit
-def record_words(page_size, offset, FORMAT: gl.constexpr, INLINE: gl.constexpr):
+def record_words(page_size, offset, POOL: gl.constexpr):
     """Words from the start of a page to a token's codes, and to its scales."""
+    FORMAT: gl.constexpr = POOL.record
+    INLINE: gl.constexpr = POOL.is_inline
     if FORMAT == "v41":
         data = offset * (132 if INLINE else 128)
         scales = data + 128 if INLINE else page_size * 128 + offset * 4

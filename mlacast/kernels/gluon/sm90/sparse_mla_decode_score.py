@@ -157,27 +157,16 @@ def score_role(
     lse_ptr,
     partial_max_ptr,
     partial_sum_ptr,
-    num_tokens,
-    num_heads,
-    num_items,
-    num_programs,
-    num_splits,
+    work,
     eps,
     score_scale_log2,
     v_scale,
-    HEAD_BLOCKS: gl.constexpr,
-    FULL_TILES: gl.constexpr,
-    IS_SPLIT: gl.constexpr,
-    HAS_NORM: gl.constexpr,
-    HAS_ROPE: gl.constexpr,
-    HALF_PAIRING: gl.constexpr,
-    HAS_SINK: gl.constexpr,
-    HAS_LENGTH: gl.constexpr,
-    HAS_EXTRA: gl.constexpr,
-    HAS_EXTRA_LENGTH: gl.constexpr,
-    FORMAT: gl.constexpr,
-    NUM_PIECES: gl.constexpr,
-    DELAY_OUTPUT: gl.constexpr,
+    WORK: gl.constexpr,
+    QUERY: gl.constexpr,
+    POOL: gl.constexpr,
+    EXTRA: gl.constexpr,
+    END: gl.constexpr,
+    RING: gl.constexpr,
 ):
     """Scores and softmax of every work item; lse or the split's state to global memory.
 
@@ -191,7 +180,7 @@ def score_role(
     PARTIAL: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
     )
-    HAS_TAIL: gl.constexpr = has_tail(FORMAT)
+    HAS_TAIL: gl.constexpr = has_tail(POOL.record)
     table_ptr, stride_table, table_rows, positions_ptr, stride_positions = rope
     # The same memory as two tiles of the weights' shape, whose addresses are kept anyway.
     q_halves = q_128_smem._reinterpret(gl.bfloat16, [2, BLOCK_H, 64], q_64_smem.type.layout)
@@ -200,46 +189,44 @@ def score_role(
     phase = 0
     # Blocks; bit 30 is the phase of ``factor_free``, which shares the register.
     count = 0
-    if HAS_ROPE:
-        pairs, other = split_pairs(gl.zeros((BLOCK_H, 64), gl.bfloat16, Q), HALF_PAIRING)
-        first_token = item_token(gl.program_id(0), num_splits, HEAD_BLOCKS, IS_SPLIT)
+    if QUERY.is_rotated:
+        pairs, other = split_pairs(gl.zeros((BLOCK_H, 64), gl.bfloat16, Q), QUERY.half_pairing)
+        first_token = item_token(gl.program_id(0), work, WORK)
         angles = table_row(table_rows, positions_ptr, stride_positions, first_token)
         prefetch_angles(table_ptr, stride_table, angles)
-    for item in range(gl.program_id(0), num_items, num_programs):
+    for item in range(gl.program_id(0), work.num_items, work.num_programs):
         token, _, num_blocks, _, _ = work_range(
             item,
-            num_splits,
+            work,
             pool,
             extra_pool,
-            HEAD_BLOCKS,
-            IS_SPLIT,
-            HAS_LENGTH,
-            HAS_EXTRA,
-            HAS_EXTRA_LENGTH,
+            WORK,
+            POOL,
+            EXTRA,
         )
-        if HAS_ROPE:
-            next_item = _item_after(item, num_items, num_programs)
-            next_token = item_token(next_item, num_splits, HEAD_BLOCKS, IS_SPLIT)
+        if QUERY.is_rotated:
+            next_item = _item_after(item, work.num_items, work.num_programs)
+            next_token = item_token(next_item, work, WORK)
             next_angles = table_row(table_rows, positions_ptr, stride_positions, next_token)
-        right, right_phase = next_piece(slot, phase, NUM_PIECES)
+        right, right_phase = next_piece(slot, phase, RING.num_pieces)
         mbarrier.wait(k_ready.index(slot), phase)
         mbarrier.wait(k_ready.index(right), right_phase)
         last = k_odd.index(right)
-        if HAS_NORM:
+        if QUERY.has_norm:
             gram = _start_gram(k_even, k_odd, slot, right, S)
         q_halves.index(0).store(last.slice(0, 64, dim=1).load(Q))
         q_64_smem.store(k_even.index(right).slice(64, 64, dim=1).load(Q))
         q_rope = last.slice(64, 64, dim=1).load(Q)
         if HAS_TAIL:
             q_halves.index(1).store(q_rope)
-            third, third_phase = next_piece(right, right_phase, NUM_PIECES)
+            third, third_phase = next_piece(right, right_phase, RING.num_pieces)
             mbarrier.wait(k_ready.index(third), third_phase)
             q_rope = k_even.index(third).slice(0, 64, dim=1).load(Q)
             mbarrier.arrive(k_free.index(third), count=1)
-        if HAS_ROPE:
+        if QUERY.is_rotated:
             cos, sin = load_angles(table_ptr, stride_table, angles, pairs)
-            q_rope = gl.convert_layout(rotate(q_rope, cos, sin, HALF_PAIRING), Q)
-        if FORMAT == "v32":
+            q_rope = gl.convert_layout(rotate(q_rope, cos, sin, QUERY.half_pairing), Q)
+        if POOL.record == "v32":
             # The keys' last dimensions are not in the unit of the others.
             q_rope = (q_rope.to(gl.float32) * (1.0 / KEY_UNIT)).to(gl.bfloat16)
         if HAS_TAIL:
@@ -255,7 +242,7 @@ def score_role(
             q_tail_smem,
         )
         score_scale = gl.full((BLOCK_H,), 0.0, gl.float32, ROW) + score_scale_log2 * KEY_UNIT
-        if HAS_NORM:
+        if QUERY.has_norm:
             # The norm is one factor per head, so it joins the score scale.
             gram = warpgroup_mma_wait(0, deps=[gram])
             squares = _diagonal(gram, _late_rows(row))
@@ -266,7 +253,7 @@ def score_role(
         mbarrier.arrive(k_free.index(right), count=1)
         if HAS_TAIL:
             right, right_phase = third, third_phase
-        slot, phase = next_piece(right, right_phase, NUM_PIECES)
+        slot, phase = next_piece(right, right_phase, RING.num_pieces)
         base = gl.full((BLOCK_H,), -float("inf"), gl.float32, ROW)
         partial_sum = gl.full((BLOCK_H, 4), 0.0, gl.float32, PARTIAL)
         for i in range(num_blocks):
@@ -279,26 +266,26 @@ def score_role(
                 phase,
                 k_ready,
                 tail_smem.index(count & 1) if HAS_TAIL else tail_smem,
-                NUM_PIECES,
+                RING.num_pieces,
                 HAS_TAIL,
                 S,
             )
             mask = mask_smem.index(count & 3)
             masked = any_marked(mask)
-            if DELAY_OUTPUT:
+            if RING.delays_output:
                 s = warpgroup_mma_wait(1, deps=[s])
                 if i > 0:
                     mbarrier.arrive(p_go, count=1)
             s = warpgroup_mma_wait(0, deps=[s])
-            slot, phase = next_piece(slot, phase, NUM_PIECES)
+            slot, phase = next_piece(slot, phase, RING.num_pieces)
             if masked != 0:
                 s = apply_mask(s, mask, COLUMN)
             p, alpha, base, partial_sum = softmax(s, base, partial_sum, score_scale, PARTIAL)
             publish_weights(p, alpha, p_smem, alpha_smem, p_ready, p_free, count)
             count += 1
-        if DELAY_OUTPUT:
+        if RING.delays_output:
             mbarrier.arrive(p_go, count=1)
-        if HAS_ROPE:
+        if QUERY.is_rotated:
             angles = next_angles
             prefetch_angles(table_ptr, stride_table, angles)
         finish_item(
@@ -315,13 +302,10 @@ def score_role(
             lse_ptr,
             partial_max_ptr,
             partial_sum_ptr,
-            num_tokens,
-            num_heads,
-            num_splits,
+            work,
             KEY_UNIT * v_scale,
-            HEAD_BLOCKS,
-            IS_SPLIT,
-            HAS_SINK,
+            WORK,
+            END,
         )
-        if not IS_SPLIT:
+        if not WORK.is_split:
             count ^= 1 << 30

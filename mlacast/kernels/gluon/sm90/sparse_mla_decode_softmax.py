@@ -60,13 +60,10 @@ def finish_item(
     lse_ptr,
     partial_max_ptr,
     partial_sum_ptr,
-    num_tokens,
-    num_heads,
-    num_splits,
+    work,
     unit,
-    HEAD_BLOCKS: gl.constexpr,
-    IS_SPLIT: gl.constexpr,
-    HAS_SINK: gl.constexpr,
+    WORK: gl.constexpr,
+    END: gl.constexpr,
 ):
     """Softmax state of a work item: of a split to global memory; else lse, and the outputs' factor.
 
@@ -74,23 +71,26 @@ def finish_item(
     ``item_phase`` is the parity of the items before this one.
     """
     total = gl.convert_layout(gl.sum(partial_sum, 1), base.type.layout)
-    head = head_start(item, num_splits, HEAD_BLOCKS, IS_SPLIT) + row
-    if IS_SPLIT:
-        state = row_offset(split_of(item, num_splits) * num_tokens + token, num_heads) + head
-        gl.store(partial_max_ptr + state, base, mask=head < num_heads)
-        gl.store(partial_sum_ptr + state, total, mask=head < num_heads)
+    head = head_start(item, work, WORK) + row
+    if WORK.is_split:
+        state = (
+            row_offset(split_of(item, work.num_splits) * work.num_tokens + token, work.num_heads)
+            + head
+        )
+        gl.store(partial_max_ptr + state, base, mask=head < work.num_heads)
+        gl.store(partial_sum_ptr + state, total, mask=head < work.num_heads)
     else:
         empty = total == 0.0
         divisor = gl.where(empty, 1.0, total)
         lse = gl.where(empty, -float("inf"), (base + gl.log2(divisor)) * LN_2)
         factor = gl.where(empty, 0.0, unit / divisor)
-        if HAS_SINK:
-            sink = gl.load(sink_ptr + head, mask=head < num_heads, other=-float("inf"))
+        if END.has_sink:
+            sink = gl.load(sink_ptr + head, mask=head < work.num_heads, other=-float("inf"))
             # An empty row keeps the factor 0: -inf - (-inf) would be NaN.
             shifted = gl.where(empty, 0.0, sink - lse)
             factor = gl.where(sink == float("inf"), 0.0, factor / (1.0 + gl.exp(shifted)))
         mbarrier.wait(factor_free, item_phase ^ 1)
         factor_smem.store(factor)
         mbarrier.arrive(factor_ready, count=1)
-        target = row_offset(token, num_heads) + head
-        gl.store(lse_ptr + target, lse, mask=head < num_heads)
+        target = row_offset(token, work.num_heads) + head
+        gl.store(lse_ptr + target, lse, mask=head < work.num_heads)

@@ -5,6 +5,8 @@ stride of the grid. The ring holds pieces [64, 256] of bfloat16: a query or a bl
 two of them, left and right dimensions. Each piece is freed by the one output role that reads it.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -16,6 +18,32 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 # Keys stand in shared memory as 2**-64 of their value: see ``sparse_mla_decode_records``.
 KEY_UNIT = gl.constexpr(18446744073709551616.0)
+
+
+class Pool(NamedTuple):
+    """A cache and an index list over it; page strides count 16 bytes."""
+
+    cache_ptr: Any
+    stride_page: Any
+    page_size: Any
+    page_inverse: Any
+    page_shift: Any
+    num_slots: Any
+    indices_ptr: Any
+    stride_indices: Any
+    topk: Any
+    length_ptr: Any
+    stride_length: Any
+
+
+class Work(NamedTuple):
+    """Sizes of a call, and how many items and programs it takes."""
+
+    num_tokens: Any
+    num_heads: Any
+    num_items: Any
+    num_programs: Any
+    num_splits: Any
 
 
 @gluon.jit
@@ -35,20 +63,19 @@ def skip_pieces(slot, count: gl.constexpr, NUM_PIECES: gl.constexpr):
 @gluon.jit
 def _pool_length(pool, token, HAS_LENGTH: gl.constexpr):
     """Entries of the token's index row of one pool that count."""
-    _, _, _, _, _, _, _, _, topk, length_ptr, stride_length = pool
-    length = topk
+    length = pool.topk
     if HAS_LENGTH:
-        length = gl.load(length_ptr + row_offset(token, stride_length))
-        length = gl.minimum(gl.maximum(length, 0), topk)
+        length = gl.load(pool.length_ptr + row_offset(token, pool.stride_length))
+        length = gl.minimum(gl.maximum(length, 0), pool.topk)
     return length
 
 
 @gluon.jit
-def item_token(item, num_splits, HEAD_BLOCKS: gl.constexpr, IS_SPLIT: gl.constexpr):
+def item_token(item, work, WORK: gl.constexpr):
     """Token of a work item."""
-    if IS_SPLIT:
-        item = item // num_splits
-    return item // HEAD_BLOCKS
+    if WORK.is_split:
+        item = item // work.num_splits
+    return item // WORK.head_blocks
 
 
 @gluon.jit
@@ -67,14 +94,12 @@ def split_of(item, num_splits):
 @gluon.jit
 def work_range(
     item,
-    num_splits,
+    work,
     pool,
     extra_pool,
-    HEAD_BLOCKS: gl.constexpr,
-    IS_SPLIT: gl.constexpr,
-    HAS_LENGTH: gl.constexpr,
-    HAS_EXTRA: gl.constexpr,
-    HAS_EXTRA_LENGTH: gl.constexpr,
+    WORK: gl.constexpr,
+    POOL: gl.constexpr,
+    EXTRA: gl.constexpr,
 ):
     """Blocks of keys of a work item, in the main list followed by the extra list.
 
@@ -82,25 +107,25 @@ def work_range(
         token, first block, number of blocks (at least 1: an item without keys takes one block with
         every key masked), lengths of the main and of the extra list.
     """
-    token = item_token(item, num_splits, HEAD_BLOCKS, IS_SPLIT)
-    length = _pool_length(pool, token, HAS_LENGTH)
+    token = item_token(item, work, WORK)
+    length = _pool_length(pool, token, POOL.has_length)
     total = (length + BLOCK_N - 1) // BLOCK_N
     extra_length = 0
-    if HAS_EXTRA:
-        extra_length = _pool_length(extra_pool, token, HAS_EXTRA_LENGTH)
+    if EXTRA is not None:
+        extra_length = _pool_length(extra_pool, token, EXTRA.has_length)
         total += (extra_length + BLOCK_N - 1) // BLOCK_N
     first = 0
     count = total
-    if IS_SPLIT:
-        per_split = (total + num_splits - 1) // num_splits
-        first = gl.minimum((item % num_splits) * per_split, total)
+    if WORK.is_split:
+        per_split = (total + work.num_splits - 1) // work.num_splits
+        first = gl.minimum((item % work.num_splits) * per_split, total)
         count = gl.minimum(per_split, total - first)
     return token, first, gl.maximum(count, 1), length, extra_length
 
 
 @gluon.jit
-def head_start(item, num_splits, HEAD_BLOCKS: gl.constexpr, IS_SPLIT: gl.constexpr):
+def head_start(item, work, WORK: gl.constexpr):
     """First head of a work item."""
-    if IS_SPLIT:
-        item = item // num_splits
-    return (item % HEAD_BLOCKS) * BLOCK_H
+    if WORK.is_split:
+        item = item // work.num_splits
+    return (item % WORK.head_blocks) * BLOCK_H
