@@ -8,6 +8,7 @@ from mlacast.kernels.common.sm90_rotation import opaque
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import (
     ROW,
     TAIL_UNIT,
+    V32_SCALES,
     decode_unit,
     fetch_scales,
     fetch_tail,
@@ -134,6 +135,9 @@ def _fetch(
     EXTRA_FORMAT: gl.constexpr,
 ):
     """Start copying one unit of 64 records of either pool, with the first all their scales."""
+    if FORMAT == "v32":
+        # From the codes' address, so that a thread keeps one a record.
+        scale_ptr = row_ptr + V32_SCALES
     if FORMAT == "fp8_576" and UNIT == TAIL_UNIT - 1:
         fetch_unit(tail_stage, row_ptr, valid, TAIL_UNIT, FORMAT)
     if MIXED:
@@ -215,7 +219,8 @@ def _next_slots(
     block += 1
     if block == count:
         block = 0
-        item = gl.minimum(item + work.num_programs, work.num_items - 1)
+        # A selection stays in uniform registers, where a minimum would not.
+        item = gl.where(item + work.num_programs < work.num_items, item + work.num_programs, item)
         _, first, count, length, extra_length = work_range(
             item,
             work,

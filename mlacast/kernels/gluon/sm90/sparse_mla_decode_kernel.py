@@ -170,10 +170,10 @@ def sparse_mla_decode_kernel(
     if has_tail(FORMAT):
         tail_smem = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_N, 64], TILE)
     q_64_smem = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, 64], TILE)
-    q_128_smem = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, 128], TILE)
-    q_tail_smem = q_64_smem
+    q_128_smem = gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK_H, 128], TILE)
+    q_tail_smem = q_128_smem
     if has_tail(FORMAT):
-        q_tail_smem = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, 64], TILE)
+        q_tail_smem = gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK_H, 64], TILE)
     p_smem = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, BLOCK_N], TILE)
     alpha_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_H], ROW)
     mask_smem = gl.allocate_shared_memory(gl.int8, [4, BLOCK_N], ROW)

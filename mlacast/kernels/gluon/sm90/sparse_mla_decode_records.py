@@ -119,6 +119,10 @@ def scale_words(FORMAT):
     return {"v41": 4, "v41_fp4": 8, "v4": 2, "v32": 4}.get(FORMAT, 0)
 
 
+# Words from the codes of a record of "v32" to its scales.
+V32_SCALES = gl.constexpr(128)
+
+
 @gluon.jit
 def record_words(page_size, offset, POOL: gl.constexpr):
     """Words from the start of a page to a token's codes, and to its scales."""
@@ -135,7 +139,7 @@ def record_words(page_size, offset, POOL: gl.constexpr):
         scales = page_size * 144 + offset * 2
     elif FORMAT == "v32":
         data = offset * 164
-        scales = data + 128
+        scales = data + V32_SCALES
     else:
         # Per-tensor FP8 has its scale in the score scale and in that of the values.
         data = offset * (144 if FORMAT == "fp8_576" else 128)
@@ -188,13 +192,12 @@ def _e4m3_times_number(words, parts):
     Rounded once, like the float32 product, if the upper part has up to 4 bits; else its product was
     rounded before, and one result in about 500 is the other neighbour.
     """
+    # Each part in a register of its own: as halves of one, which products take, they spill.
     return gl.inline_asm_elementwise(
         """{
-        .reg .b16 l, h;
         .reg .b32 t, u, v, w, first, second;
-        mov.b32 {l, h}, $3;
-        mov.b32 first, {l, l};
-        mov.b32 second, {h, h};
+        prmt.b32 first, $3, 0, 0x1010;
+        prmt.b32 second, $3, 0, 0x3232;
         prmt.b32 t, $2, 0, 0x9180;
         prmt.b32 u, $2, 0, 0xB3A2;
         shl.b32 t, t, 4;

@@ -28,7 +28,9 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
     BLOCK_H,
     KEY_UNIT,
     item_token,
-    next_piece,
+    next_place,
+    phase_of,
+    slot_of,
     work_range,
 )
 
@@ -36,10 +38,11 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
 @gluon.jit
 def _start_scores(
     query,
+    q_4_smem,
+    q_tail_smem,
     k_even,
     k_odd,
-    slot,
-    phase,
+    place,
     k_ready,
     tail,
     NUM_PIECES: gl.constexpr,
@@ -49,15 +52,17 @@ def _start_scores(
     """Issue q k^T, the right half of the keys as soon as it is there.
 
     Returns:
-        scores [64, 64] float32, all outstanding, and slot and phase of the right half.
+        scores [64, 64] float32, all outstanding, and the place of the right half.
     """
-    q_0, q_1, q_2, q_3_smem, q_4_smem, q_tail_smem = query
+    q_0, q_1, q_2, q_3_smem = query
     fence_async_shared()
+    slot = slot_of(place, NUM_PIECES)
     s = gl.zeros((64, 64), gl.float32, S)
     s = warpgroup_mma(q_0, k_even.index(slot).permute((1, 0)), s, use_acc=False, is_async=True)
     s = warpgroup_mma(q_1, k_odd.index(slot).permute((1, 0)), s, is_async=True)
-    slot, phase = next_piece(slot, phase, NUM_PIECES)
-    mbarrier.wait(k_ready.index(slot), phase)
+    place = next_place(place, NUM_PIECES)
+    slot = slot_of(place, NUM_PIECES)
+    mbarrier.wait(k_ready.index(slot), phase_of(place, NUM_PIECES))
     fence_async_shared()
     even = k_even.index(slot).permute((1, 0))
     s = warpgroup_mma(q_2, even.slice(0, 64, dim=0), s, is_async=True)
@@ -65,7 +70,7 @@ def _start_scores(
     s = warpgroup_mma(q_4_smem, k_odd.index(slot).permute((1, 0)), s, is_async=True)
     if HAS_TAIL:
         s = warpgroup_mma(q_tail_smem, tail.permute((1, 0)), s, is_async=True)
-    return s, slot, phase
+    return s, place
 
 
 @gluon.jit
@@ -185,8 +190,7 @@ def score_role(
     # The same memory as two tiles of the weights' shape, whose addresses are kept anyway.
     q_halves = q_128_smem._reinterpret(gl.bfloat16, [2, BLOCK_H, 64], q_64_smem.type.layout)
     row = gl.arange(0, BLOCK_H, ROW)
-    slot = 0
-    phase = 0
+    place = 0
     # Blocks; bit 30 is the phase of ``factor_free``, which shares the register.
     count = 0
     if QUERY.is_rotated:
@@ -208,9 +212,11 @@ def score_role(
             next_item = _item_after(item, work.num_items, work.num_programs)
             next_token = item_token(next_item, work, WORK)
             next_angles = table_row(table_rows, positions_ptr, stride_positions, next_token)
-        right, right_phase = next_piece(slot, phase, RING.num_pieces)
-        mbarrier.wait(k_ready.index(slot), phase)
-        mbarrier.wait(k_ready.index(right), right_phase)
+        slot = slot_of(place, RING.num_pieces)
+        mbarrier.wait(k_ready.index(slot), phase_of(place, RING.num_pieces))
+        place = next_place(place, RING.num_pieces)
+        right = slot_of(place, RING.num_pieces)
+        mbarrier.wait(k_ready.index(right), phase_of(place, RING.num_pieces))
         last = k_odd.index(right)
         if QUERY.has_norm:
             gram = _start_gram(k_even, k_odd, slot, right, S)
@@ -219,8 +225,9 @@ def score_role(
         q_rope = last.slice(64, 64, dim=1).load(Q)
         if HAS_TAIL:
             q_halves.index(1).store(q_rope)
-            third, third_phase = next_piece(right, right_phase, RING.num_pieces)
-            mbarrier.wait(k_ready.index(third), third_phase)
+            place = next_place(place, RING.num_pieces)
+            third = slot_of(place, RING.num_pieces)
+            mbarrier.wait(k_ready.index(third), phase_of(place, RING.num_pieces))
             q_rope = k_even.index(third).slice(0, 64, dim=1).load(Q)
             mbarrier.arrive(k_free.index(third), count=1)
         if QUERY.is_rotated:
@@ -230,7 +237,7 @@ def score_role(
             # The keys' last dimensions are not in the unit of the others.
             q_rope = (q_rope.to(gl.float32) * (1.0 / KEY_UNIT)).to(gl.bfloat16)
         if HAS_TAIL:
-            q_tail_smem.store(q_rope)
+            q_tail_smem.index(0).store(q_rope)
         else:
             q_halves.index(1).store(q_rope)
         query = (
@@ -238,8 +245,6 @@ def score_role(
             k_odd.index(slot).load(Q),
             k_even.index(right).slice(0, 64, dim=1).load(Q),
             q_64_smem,
-            q_128_smem,
-            q_tail_smem,
         )
         score_scale = gl.full((BLOCK_H,), 0.0, gl.float32, ROW) + score_scale_log2 * KEY_UNIT
         if QUERY.has_norm:
@@ -251,19 +256,22 @@ def score_role(
             score_scale = gl.where(score_scale != score_scale, 1.0, score_scale)
         mbarrier.arrive(k_free.index(slot), count=1)
         mbarrier.arrive(k_free.index(right), count=1)
-        if HAS_TAIL:
-            right, right_phase = third, third_phase
-        slot, phase = next_piece(right, right_phase, RING.num_pieces)
+        place = next_place(place, RING.num_pieces)
         base = gl.full((BLOCK_H,), -float("inf"), gl.float32, ROW)
         partial_sum = gl.full((BLOCK_H, 4), 0.0, gl.float32, PARTIAL)
         for i in range(num_blocks):
-            mbarrier.wait(k_ready.index(slot), phase)
-            s, slot, phase = _start_scores(
+            mbarrier.wait(
+                k_ready.index(slot_of(place, RING.num_pieces)), phase_of(place, RING.num_pieces)
+            )
+            # Zero, but part of a block's addresses: kept from block to block they would spill.
+            late_zero = count >> 31 if HAS_TAIL else 0
+            s, place = _start_scores(
                 query,
+                q_128_smem.index(late_zero),
+                q_tail_smem.index(late_zero),
                 k_even,
                 k_odd,
-                slot,
-                phase,
+                place,
                 k_ready,
                 tail_smem.index(count & 1) if HAS_TAIL else tail_smem,
                 RING.num_pieces,
@@ -277,7 +285,7 @@ def score_role(
                 if i > 0:
                     mbarrier.arrive(p_go, count=1)
             s = warpgroup_mma_wait(0, deps=[s])
-            slot, phase = next_piece(slot, phase, RING.num_pieces)
+            place = next_place(place, RING.num_pieces)
             if masked != 0:
                 s = apply_mask(s, mask, COLUMN)
             p, alpha, base, partial_sum = softmax(s, base, partial_sum, score_scale, PARTIAL)

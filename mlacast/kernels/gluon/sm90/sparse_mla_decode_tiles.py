@@ -54,6 +54,30 @@ def next_piece(slot, phase, NUM_PIECES: gl.constexpr):
 
 
 @gluon.jit
+def next_place(place, NUM_PIECES: gl.constexpr):
+    """Place of the piece after ``place``: bits 0..2 are a slot of the ring, bit 3 its phase.
+
+    One register for both. A ring of four counts its pieces: a slot has two bits there.
+    """
+    if NUM_PIECES == 4:
+        return place + 1
+    else:
+        return gl.where((place & 7) == NUM_PIECES - 1, place ^ (8 | (NUM_PIECES - 1)), place + 1)
+
+
+@gluon.jit
+def slot_of(place, NUM_PIECES: gl.constexpr):
+    """Slot of a place of the ring."""
+    return place & (3 if NUM_PIECES == 4 else 7)
+
+
+@gluon.jit
+def phase_of(place, NUM_PIECES: gl.constexpr):
+    """Phase of the barriers of a place of the ring."""
+    return (place >> (2 if NUM_PIECES == 4 else 3)) & 1
+
+
+@gluon.jit
 def skip_pieces(slot, count: gl.constexpr, NUM_PIECES: gl.constexpr):
     """Slot ``count`` pieces further, for roles that need no phase."""
     slot += count
