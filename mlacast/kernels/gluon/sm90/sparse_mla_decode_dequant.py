@@ -52,9 +52,8 @@ def _fetch_query(
     CHUNK16: gl.constexpr,
 ):
     """Start copying COUNT dimensions, ``FIRST``.., of 64 heads of the query into a piece."""
-    PLAIN: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    # In chunk16 order heads are neighbours in a chunk of 16.
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0]) if CHUNK16 else PLAIN
+    # In either order of the query, so that one set of addresses is kept.
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     lane = gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT))
     base = q_ptr + token.to(gl.int64) * stride_q_token
     for first in gl.static_range(0, COUNT, 64):

@@ -169,7 +169,7 @@ def sparse_mla_decode_kernel(
     tail_smem = k_even
     if has_tail(FORMAT):
         tail_smem = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_N, 64], TILE)
-    q_64_smem = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, 64], TILE)
+    q_64_smem = gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK_H, 64], TILE)
     q_128_smem = gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK_H, 128], TILE)
     q_tail_smem = q_128_smem
     if has_tail(FORMAT):

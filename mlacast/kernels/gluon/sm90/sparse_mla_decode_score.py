@@ -38,6 +38,7 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
 @gluon.jit
 def _start_scores(
     query,
+    q_3_smem,
     q_4_smem,
     q_tail_smem,
     k_even,
@@ -54,7 +55,7 @@ def _start_scores(
     Returns:
         scores [64, 64] float32, all outstanding, and the place of the right half.
     """
-    q_0, q_1, q_2, q_3_smem = query
+    q_0, q_1, q_2 = query
     fence_async_shared()
     slot = slot_of(place, NUM_PIECES)
     s = gl.zeros((64, 64), gl.float32, S)
@@ -221,7 +222,7 @@ def score_role(
         if QUERY.has_norm:
             gram = _start_gram(k_even, k_odd, slot, right, S)
         q_halves.index(0).store(last.slice(0, 64, dim=1).load(Q))
-        q_64_smem.store(k_even.index(right).slice(64, 64, dim=1).load(Q))
+        q_64_smem.index(0).store(k_even.index(right).slice(64, 64, dim=1).load(Q))
         q_rope = last.slice(64, 64, dim=1).load(Q)
         if HAS_TAIL:
             q_halves.index(1).store(q_rope)
@@ -244,7 +245,6 @@ def score_role(
             k_even.index(slot).load(Q),
             k_odd.index(slot).load(Q),
             k_even.index(right).slice(0, 64, dim=1).load(Q),
-            q_64_smem,
         )
         score_scale = gl.full((BLOCK_H,), 0.0, gl.float32, ROW) + score_scale_log2 * KEY_UNIT
         if QUERY.has_norm:
@@ -263,12 +263,13 @@ def score_role(
             mbarrier.wait(
                 k_ready.index(slot_of(place, RING.num_pieces)), phase_of(place, RING.num_pieces)
             )
-            # Zero, but part of a block's addresses: kept from block to block they would spill.
-            late_zero = count >> 31 if HAS_TAIL else 0
+            # Zero, but part of a block's addresses: those of an item would be kept, and spill.
+            zero = count >> 31
             s, place = _start_scores(
                 query,
-                q_128_smem.index(late_zero),
-                q_tail_smem.index(late_zero),
+                q_64_smem.index(zero if WORK.is_split and not HAS_TAIL else 0),
+                q_128_smem.index(zero if HAS_TAIL else 0),
+                q_tail_smem.index(zero if HAS_TAIL else 0),
                 k_even,
                 k_odd,
                 place,
