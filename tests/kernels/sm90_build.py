@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import io
 import re
 import subprocess
 import tempfile
@@ -158,7 +160,6 @@ def compile_kernel(
 
     Pointers and strides named in ``unaligned`` may be any, pointers in ``words`` point at int32.
     """
-    from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
     names = kernel.arg_names
@@ -172,19 +173,27 @@ def compile_kernel(
         if name not in unaligned and (types[name].startswith("*") or name in _ALIGNED)
     ]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    source = GluonASTSource(kernel, types, values, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    assert compiled.metadata.shared <= SHARED_MEMORY_BYTES
-    flags = [] if options.get("enable_fp_fusion", True) else ["--fmad=false"]
+    return build_source(GluonASTSource(kernel, types, values, attributes), options)
+
+
+def build_source(source: Any, options: dict[str, Any]) -> Build:
+    """Compile what Triton takes as source, with what its ptxas says."""
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+
+    notes = io.StringIO()
+    with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(notes):
+        knobs.nvidia.dump_ptxas_log = True
+        # A kernel from the cache has no notes.
+        knobs.compilation.always_compile = True
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.TemporaryDirectory() as folder:
-        ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
-        ptx.write_text(compiled.asm["ptx"])
-        cubin.write_bytes(compiled.asm["cubin"])
-        again = str(Path(folder, "again.cubin"))
-        notes = run_tool("ptxas", "-v", *flags, "--gpu-name=sm_90a", str(ptx), "-o", again)
-        sass = run_tool("cuobjdump", "-sass", str(cubin))
-    assert not re.findall(r"C75\d\d", notes)
-    return Build(notes, sass, compiled.metadata.shared)
+        sass = disassemble(compiled.asm["cubin"], Path(folder), "-sass")
+    built = Build(notes.getvalue(), sass, compiled.metadata.shared)
+    assert built.shared <= SHARED_MEMORY_BYTES
+    assert "ptxas info" in built.notes
+    assert not re.findall(r"C75\d\d", built.notes)
+    return built
 
 
 def build(
