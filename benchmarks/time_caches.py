@@ -184,7 +184,9 @@ def main() -> int:
     """Compile, check, time; the exit code counts cases that are wrong."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--case", default="", help="only cases whose name contains this")
-    parser.add_argument("--sweep", action="store_true", help="also programs of other sizes")
+    parser.add_argument(
+        "--sweep", action="store_true", help="programs of other sizes, for few calls"
+    )
     parser.add_argument("--list", action="store_true", help="print the cases and end")
     parser.add_argument("--burst", action="store_true", help="also time single calls")
     parser.add_argument("--repeats", type=int, default=20)
@@ -192,7 +194,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=150, help="for everything")
     parser.add_argument("--json", type=Path, help="file to write every number to")
     options = parser.parse_args()
-    cases = [*usual_cases(), *(sweep_cases() if options.sweep else [])]
+    cases = sweep_cases() if options.sweep else usual_cases()
     cases = [case for case in cases if options.case in case.name]
     if options.list:
         print(*(case.name for case in cases), sep="\n")

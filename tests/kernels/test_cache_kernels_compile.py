@@ -80,7 +80,7 @@ ROPE = {
     "Q_HEADS": 128,
     "KV_HEADS": 1,
     "ROWS": MANY_QUERIES.rows,
-    "PINNED": MANY_QUERIES.pinned,
+    "ORDER": MANY_QUERIES.order,
 }
 ROPE_TYPES = {
     **{f"{part}_ptr": "*i16" for part in ("q_rope", "q_nope", "k_rope", "k_nope", "v")},
@@ -104,7 +104,7 @@ ROPE_VARIANTS = (
     Variant(
         "mla_few",
         rope_quantize_fp8,
-        {**ROPE, "ROWS": FEW_QUERIES.rows, "PINNED": FEW_QUERIES.pinned},
+        {**ROPE, "ROWS": FEW_QUERIES.rows, "ORDER": FEW_QUERIES.order},
         ROPE_TYPES,
         40,
         4,
@@ -149,7 +149,6 @@ def _append_constants(kv_format: KvFormat, fused: bool, config: AppendConfig) ->
         "TILE": config.tile,
         "STEP": config.step,
         "THREADS": 32 * config.num_warps,
-        "PINNED": config.pinned,
     }
 
 

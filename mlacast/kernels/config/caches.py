@@ -25,10 +25,11 @@ class RopeConfig(RowsConfig):
     """Rows (a token and a head each) of a program, its warps, and the order of its loads.
 
     Attributes:
-        pinned: A barrier keeps the loads of columns before the first use of a position.
+        order: 1: a barrier keeps the loads of columns before those of angles. 2: and positions are
+            loaded after it.
     """
 
-    pinned: bool = False
+    order: int = 0
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,6 @@ class AppendConfig:
         step: Earlier slots compared with each of its own at a time.
         max_registers: Registers of a thread at most, 0 for as many as the compiler wants. With 128
             there are 512 threads on a multiprocessor, for which 8192 rows are one wave.
-        pinned: A barrier keeps the loads of latents, and of the first tile, before the look.
     """
 
     rows: int
@@ -51,7 +51,6 @@ class AppendConfig:
     tile: int
     step: int
     max_registers: int = 0
-    pinned: bool = False
 
 
 def rope_quantize_config(num_rows: int) -> RopeConfig:
@@ -62,7 +61,7 @@ def rope_quantize_config(num_rows: int) -> RopeConfig:
     two, and slower from four tokens on.
     """
     if num_rows <= _FEW_QUERY_ROWS:
-        return RopeConfig(rows=4, num_warps=4, pinned=True)
+        return RopeConfig(rows=4, num_warps=4, order=1)
     return RopeConfig(rows=8, num_warps=4)
 
 

@@ -35,7 +35,11 @@ from mlacast.kernels.triton.kv_cache_append_encode import (
     sum_of_squares,
     word_bytes,
 )
-from mlacast.kernels.triton.kv_cache_append_twins import has_lower_twin, load_slots
+from mlacast.kernels.triton.kv_cache_append_twins import (
+    has_lower_twin,
+    load_rest,
+    load_slots,
+)
 
 # Counts that vary while serving must not pick another variant of the kernel, nor must where a list
 # of numbers happens to start. Strides of rows and pages are those of a model and may: 16 bytes a
@@ -206,7 +210,6 @@ def _kv_cache_append_kernel(
     TILE: tl.constexpr,
     STEP: tl.constexpr,
     THREADS: tl.constexpr,
-    PINNED: tl.constexpr,
 ):
     """Write ROWS rows. Grid: (ceil(num_rows / ROWS),).
 
@@ -218,51 +221,48 @@ def _kv_cache_append_kernel(
     MAIN: tl.constexpr = D_QK - 64 if HAS_TAIL else 512
     # What is stored as it came needs no groups, and its stores are as wide as its loads.
     RUN: tl.constexpr = 256 if RECORD == "rows" else 8
-    first = tl.program_id(0) * ROWS
+    # Programs with many rows before them begin first, and share a multiprocessor with those that
+    # have few.
+    program, half = tl.program_id(0), tl.num_programs(0) // 2
+    block = tl.where(program < half, tl.num_programs(0) - 1 - program, program - half)
+    first = block * ROWS
     row = first + tl.arange(0, ROWS)
-    exists = row < num_rows
-    row = row.to(tl.int64)
-    slot = tl.load(slots_ptr + row * stride_slots, mask=exists, other=-1).to(tl.int64)
-    if TILE == 0:
-        near = None
-    else:
-        at = tl.arange(0, TILE)
-        near = load_slots(slots_ptr, stride_slots, first // TILE * TILE + at, at < first % TILE)
+    last_row = num_rows - 1
+    # Rows after the last one read what it reads, and are not stored.
+    there = tl.minimum(row, last_row)
+    slot = load_slots(slots_ptr, stride_slots, there, num_slots)
+    slot = tl.where(row <= last_row, slot, -1)
+    near = None if TILE == 0 else load_rest(slots_ptr, stride_slots, first, TILE)
+    row = there.to(tl.int64)
     if HAS_ROPE:
-        position = tl.load(positions_ptr + row * stride_positions, mask=exists, other=0)
+        position = tl.load(positions_ptr + row * stride_positions)
     c = tl.arange(0, 256)
     column = (c // RUN) * (2 * RUN) + c % RUN
     latent = latent_ptr + (row * stride_latent)[:, None] + column[None, :]
-    mask = exists[:, None] & (column >= 0)[None, :]
-    a = tl.load(latent, mask=mask)
-    b = tl.load(latent + RUN, mask=mask)
+    a = tl.load(latent)
+    b = tl.load(latent + RUN)
     if HAS_TAIL:
         # Halves that are rotated with each other are two tiles.
         IN_HALVES: tl.constexpr = HAS_ROPE and HALF_PAIRING
         T: tl.constexpr = 32 if IN_HALVES else 64
         t = tl.arange(0, T)
         last = latent_ptr + (row * stride_latent)[:, None] + (D_QK - 64 + t)[None, :]
-        tail = tl.load(last, mask=exists[:, None] & (t >= 0)[None, :])
+        tail = tl.load(last)
         if IN_HALVES:
-            tail_end = tl.load(last + 32, mask=exists[:, None] & (t >= 0)[None, :])
-    if PINNED:
-        # Loads stay before a barrier; elsewhere the compiler may ask for them later.
-        tl.debug_barrier()
+            tail_end = tl.load(last + 32)
     if HAS_ROPE:
         angle = tl.minimum(tl.maximum(position.to(tl.int64), 0), table_rows - 1) * stride_table
         pair = tl.arange(0, 32)
         angles = table_ptr + angle[:, None] + pair[None, :]
-        cos = tl.load(angles, mask=exists[:, None] & (pair >= 0)[None, :])
-        sin = tl.load(angles + 32, mask=exists[:, None] & (pair >= 0)[None, :])
-    valid = exists & (slot >= 0) & (slot < num_slots)
+        cos = tl.load(angles)
+        sin = tl.load(angles + 32)
     twin = has_lower_twin(
         slots_ptr,
         stride_slots,
         first,
         slot,
-        valid,
-        num_rows,
         near,
+        last_row,
         num_slots,
         ROWS,
         TILE,
@@ -284,7 +284,7 @@ def _kv_cache_append_kernel(
                 weight_end = tl.load(weight_ptr + 480 + t)[None, :]
     else:
         weight_a, weight_b, weight_tail, weight_end = None, None, None, None
-    write = valid & (twin == 0)
+    write = (slot >= 0) & (twin == 0)
     data, scale = record_places(
         slot, write, page_size, page_inverse, page_shift, stride_page, INLINE, DATA, SCALE
     )
@@ -387,7 +387,6 @@ def launch_kv_cache_append(
         TILE=config.tile,
         STEP=config.step,
         THREADS=32 * config.num_warps,
-        PINNED=config.pinned,
         num_warps=config.num_warps,
         **({"maxnreg": config.max_registers} if config.max_registers else {}),
         enable_fp_fusion=False,

@@ -29,10 +29,14 @@ _UNALIGNED = ["positions_ptr", "entries_ptr", "starts_ptr", "requests_ptr", "pla
 
 @triton.jit
 def _token_and_head(block, HEADS: tl.constexpr, num_tokens, ROWS: tl.constexpr):
-    """Rows ``block * ROWS``.. of [num_tokens, HEADS]: token, head, exists. Divides no int64."""
+    """Rows ``block * ROWS``.. of [num_tokens, HEADS]: token, head, exists. Divides no int64.
+
+    Products with a stride multiply int64 of these: one multiplication of 32 bits by 32.
+    """
     within = (block % HEADS) * ROWS + tl.arange(0, ROWS)
-    token = (block // HEADS).to(tl.int64) * ROWS + within // HEADS
-    return token, within % HEADS, token < num_tokens
+    token = (block // HEADS) * ROWS + within // HEADS
+    exists = token < num_tokens
+    return token.to(tl.int64), (within % HEADS).to(tl.int64), exists
 
 
 @triton.jit
@@ -181,23 +185,25 @@ def _quantize_queries(
     NATIVE: tl.constexpr,
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
-    PINNED: tl.constexpr,
+    ORDER: tl.constexpr,
 ):
     """Quantise rows ``block * ROWS``.. of the queries: R rotated columns and N others."""
     token, head, exists = _token_and_head(block, HEADS, num_tokens, ROWS)
-    head = head.to(tl.int64)
     if PAGED:
         exists = exists & (tl.load(requests_ptr + token, mask=exists, other=-1) >= 0)
-    position = tl.load(positions_ptr + token * stride_positions, mask=exists, other=0)
+    if ORDER < 2:
+        position = tl.load(positions_ptr + token * stride_positions, mask=exists, other=0)
     if N > 0:
         row = token * stride_q_nope_token + head * stride_q_nope_head
         plain = _load_rows(q_nope_ptr, row, exists, N, BLOCK_N)
     row = token * stride_q_rope_token + head * stride_q_rope_head
     first, second = _load_pairs(q_rope_ptr, row, exists, R, BLOCK_PAIRS, HALF_PAIRING)
-    # Where the angles are depends on a load, the position. The columns leave before they come; with
-    # PINNED the compiler does not ask for columns after the first use of a position.
-    if PINNED:
+    # Where the angles are depends on a load, the position. The compiler would wait for it before it
+    # asks for the last of the columns.
+    if ORDER > 0:
         tl.debug_barrier()
+    if ORDER == 2:
+        position = tl.load(positions_ptr + token * stride_positions, mask=exists, other=0)
     angles = tl.minimum(tl.maximum(position.to(tl.int64), 0), table_rows - 1) * stride_table
     cos, sin = _load_angles(table_ptr, angles, exists, R, BLOCK_PAIRS)
     if N > 0:
@@ -287,12 +293,23 @@ def _rope_quantize_fp8_kernel(
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     ROWS: tl.constexpr,
-    PINNED: tl.constexpr,
+    ORDER: tl.constexpr,
 ):
     """Quantise ROWS (token, head) rows. Grid: (query blocks + key blocks + value blocks,).
 
     Not paged, ``..._out_token`` are the strides of tokens and those of pages are not used.
     """
+    # Without a sign, a product with one is a multiplication of 32 bits by 32.
+    tl.assume(stride_q_rope_token >= 0)
+    tl.assume(stride_q_rope_head >= 0)
+    tl.assume(stride_q_nope_token >= 0)
+    tl.assume(stride_q_nope_head >= 0)
+    tl.assume(stride_q_rope_out_token >= 0)
+    tl.assume(stride_q_rope_out_head >= 0)
+    tl.assume(stride_q_nope_out_token >= 0)
+    tl.assume(stride_q_nope_out_head >= 0)
+    tl.assume(stride_table >= 0)
+    tl.assume(stride_positions >= 0)
     program = tl.program_id(0)
     if program < q_blocks:
         _quantize_queries(
@@ -327,14 +344,13 @@ def _rope_quantize_fp8_kernel(
             NATIVE,
             Q_HEADS,
             ROWS,
-            PINNED,
+            ORDER,
         )
     else:
         block = program - q_blocks
         is_value = block >= k_blocks
         block = tl.where(is_value, block - k_blocks, block)
         token, head, exists = _token_and_head(block, KV_HEADS, num_tokens, ROWS)
-        head = head.to(tl.int64)
         page, place = token * 0, token
         if PAGED:
             page, place, exists = _page_and_offset(
@@ -359,14 +375,17 @@ def _rope_quantize_fp8_kernel(
                     value, v_out_ptr, out_row, exists, kv_scale, N_V, BLOCK_V, IS_E5M2, NATIVE
                 )
         else:
-            position = tl.load(positions_ptr + token * stride_positions, mask=exists, other=0)
+            if ORDER < 2:
+                position = tl.load(positions_ptr + token * stride_positions, mask=exists, other=0)
             if N_K > 0:
                 plain_row = token * stride_k_nope_token + head * stride_k_nope_head
                 plain = _load_rows(k_nope_ptr, plain_row, exists, N_K, BLOCK_K)
             rope_row = token * stride_k_rope_token + head * stride_k_rope_head
             first, second = _load_pairs(k_rope_ptr, rope_row, exists, R, BLOCK_PAIRS, HALF_PAIRING)
-            if PINNED:
+            if ORDER > 0:
                 tl.debug_barrier()
+            if ORDER == 2:
+                position = tl.load(positions_ptr + token * stride_positions, mask=exists, other=0)
             angles = tl.minimum(tl.maximum(position.to(tl.int64), 0), table_rows - 1)
             cos, sin = _load_angles(table_ptr, angles * stride_table, exists, R, BLOCK_PAIRS)
             if N_K > 0:
@@ -474,7 +493,7 @@ def launch_rope_quantize_fp8(
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         ROWS=config.rows,
-        PINNED=config.pinned,
+        ORDER=config.order,
         num_warps=config.num_warps,
         enable_fp_fusion=False,
     )
