@@ -14,7 +14,6 @@ from mlacast.descriptors.rope import Rope
 from mlacast.kernels.common.fp8_casts import (
     as_bits,
     has_fp8_casts,
-    to_bf16_bits,
 )
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.packed_bf16 import widened
@@ -33,6 +32,7 @@ from mlacast.kernels.triton.kv_cache_append_encode import (
     encode_pow2,
     rotate_pairs,
     sum_of_squares,
+    to_bfloat16,
     word_bytes,
 )
 from mlacast.kernels.triton.kv_cache_append_twins import (
@@ -170,10 +170,7 @@ def _normed(
         N: tl.constexpr = weight.shape[0]
         by_pass = tl.reshape(x, (ROWS // N, N, C)) * widened(weight, NATIVE)[None, :, :]
         x = tl.reshape(by_pass, (ROWS, C))
-    if NATIVE and not KEEPS_NAN:
-        return x.to(tl.bfloat16).to(tl.int16, bitcast=True)
-    else:
-        return to_bf16_bits(x, NATIVE)
+    return to_bfloat16(x, KEEPS_NAN, NATIVE)
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
@@ -218,6 +215,8 @@ def _kv_cache_append_kernel(
     """
     KEEPS_TAIL: tl.constexpr = RECORD == "v32" or RECORD == "v4" or RECORD == "nvfp4_384"
     HAS_TAIL: tl.constexpr = D_QK == 576 or HAS_ROPE or KEEPS_TAIL
+    # Whether bits of the last 64 dimensions are stored, not codes.
+    KEEPS_NAN: tl.constexpr = KEEPS_TAIL or RECORD == "rows"
     MAIN: tl.constexpr = D_QK - 64 if HAS_TAIL else 512
     # What is stored as it came needs no groups, and its stores are as wide as its loads.
     RUN: tl.constexpr = 256 if RECORD == "rows" else 8
@@ -289,24 +288,26 @@ def _kv_cache_append_kernel(
         slot, write, page_size, page_inverse, page_shift, stride_page, INLINE, DATA, SCALE
     )
     if HAS_NORM:
+        EXACT: tl.constexpr = a.dtype != tl.float32
         a, b = widened(a, NATIVE), widened(b, NATIVE)
-        mean = sum_of_squares(a, b, ROWS, RUN) * 0.001953125
+        mean = sum_of_squares(a, b, ROWS, RUN, EXACT) * 0.001953125
         factor = tl.math.div_rn(1.0, tl.math.sqrt_rn(mean + eps))
-        KEEPS_NAN: tl.constexpr = RECORD == "rows"
-        a = _normed(a, factor, weight_a, KEEPS_NAN, NATIVE)
-        b = _normed(b, factor, weight_b, KEEPS_NAN, NATIVE)
+        a = _normed(a, factor, weight_a, RECORD == "rows", NATIVE)
+        b = _normed(b, factor, weight_b, RECORD == "rows", NATIVE)
         if D_QK == 512 and HAS_TAIL:
-            tail = _normed(widened(tail, NATIVE), factor, weight_tail, True, NATIVE)
+            # What is rotated is rounded once more.
+            IS_LAST: tl.constexpr = KEEPS_NAN and not HAS_ROPE
+            tail = _normed(widened(tail, NATIVE), factor, weight_tail, IS_LAST, NATIVE)
             if IN_HALVES:
-                tail_end = _normed(widened(tail_end, NATIVE), factor, weight_end, True, NATIVE)
+                tail_end = _normed(widened(tail_end, NATIVE), factor, weight_end, IS_LAST, NATIVE)
     if HAS_ROPE:
         if IN_HALVES:
             tail, tail_end = rotate_pairs(
-                widened(tail, NATIVE), widened(tail_end, NATIVE), cos, sin, NATIVE
+                widened(tail, NATIVE), widened(tail_end, NATIVE), cos, sin, KEEPS_NAN, NATIVE
             )
         else:
             even, odd = tl.split(tl.reshape(widened(tail, NATIVE), (ROWS, 32, 2)))
-            even, odd = rotate_pairs(even, odd, cos, sin, NATIVE)
+            even, odd = rotate_pairs(even, odd, cos, sin, KEEPS_NAN, NATIVE)
             tail = tl.reshape(tl.join(even, odd), (ROWS, 64))
     if RECORD == "rows":
         _store(cache_ptr, data, bits_of(a, NATIVE), write, 256)

@@ -285,20 +285,41 @@ def _sum_of_neighbours(x, ROWS: tl.constexpr, N: tl.constexpr, LEVELS: tl.conste
 
 
 @triton.jit
-def sum_of_squares(a, b, ROWS: tl.constexpr, RUN: tl.constexpr):
+def _squares(x, ROWS: tl.constexpr, N: tl.constexpr, EXACT: tl.constexpr):
+    """Sums of the squares of two neighbours each of [ROWS, N]."""
+    if EXACT:
+        one, other = tl.split(tl.reshape(x, (ROWS, N // 2, 2)))
+        # No product is rounded: the same sum, in an instruction less.
+        return tl.fma(one, one, other * other)
+    else:
+        return tl.sum(tl.reshape(x * x, (ROWS, N // 2, 2)), 2)
+
+
+@triton.jit
+def sum_of_squares(a, b, ROWS: tl.constexpr, RUN: tl.constexpr, EXACT: tl.constexpr):
     """Sum over the squares of 512 columns, RUN (8 or 256) of ``a`` and ``b`` [ROWS, 256] in turn.
 
-    float32 [ROWS], neighbours first: the same additions on every device.
+    float32 [ROWS], neighbours first: the same additions on every device. EXACT: squares are numbers
+    of float32.
     """
-    IN_RUN: tl.constexpr = 3 if RUN == 8 else 8
-    left = _sum_of_neighbours(a * a, ROWS, 256, IN_RUN)
-    right = _sum_of_neighbours(b * b, ROWS, 256, IN_RUN)
-    total = _sum_of_neighbours(left + right, ROWS, 256 // RUN, 8 - IN_RUN)
+    IN_RUN: tl.constexpr = 2 if RUN == 8 else 7
+    left = _sum_of_neighbours(_squares(a, ROWS, 256, EXACT), ROWS, 128, IN_RUN)
+    right = _sum_of_neighbours(_squares(b, ROWS, 256, EXACT), ROWS, 128, IN_RUN)
+    total = _sum_of_neighbours(left + right, ROWS, 256 // RUN, 7 - IN_RUN)
     return tl.reshape(total, (ROWS,))
 
 
 @triton.jit
-def rotate_pairs(first, second, cos, sin, NATIVE: tl.constexpr):
+def to_bfloat16(x, KEEPS_NAN: tl.constexpr, NATIVE: tl.constexpr):
+    """float32 -> bfloat16 bits (int16); which bits a NaN has matters with KEEPS_NAN only."""
+    if NATIVE and not KEEPS_NAN:
+        return x.to(tl.bfloat16).to(tl.int16, bitcast=True)
+    else:
+        return to_bf16_bits(x, NATIVE)
+
+
+@triton.jit
+def rotate_pairs(first, second, cos, sin, KEEPS_NAN: tl.constexpr, NATIVE: tl.constexpr):
     """Rotate pairs by ``cos``, ``sin``, float32 of one shape: bfloat16 bits (int16) of both."""
-    rotated = to_bf16_bits(first * cos - second * sin, NATIVE)
-    return rotated, to_bf16_bits(second * cos + first * sin, NATIVE)
+    rotated = to_bfloat16(first * cos - second * sin, KEEPS_NAN, NATIVE)
+    return rotated, to_bfloat16(second * cos + first * sin, KEEPS_NAN, NATIVE)
