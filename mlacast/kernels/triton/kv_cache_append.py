@@ -11,6 +11,7 @@ import triton.language as tl
 
 from mlacast.descriptors.kv_format import KvFormat
 from mlacast.descriptors.rope import Rope
+from mlacast.kernels.common.dependents import after_previous_kernel, overlaps_launches
 from mlacast.kernels.common.fp8_casts import (
     as_bits,
     has_fp8_casts,
@@ -207,6 +208,7 @@ def _kv_cache_append_kernel(
     TILE: tl.constexpr,
     STEP: tl.constexpr,
     THREADS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Write ROWS rows. Grid: (ceil(num_rows / ROWS),).
 
@@ -229,6 +231,7 @@ def _kv_cache_append_kernel(
     last_row = num_rows - 1
     # Rows after the last one read what it reads, and are not stored.
     there = tl.minimum(row, last_row)
+    after_previous_kernel(PDL)
     slot = load_slots(slots_ptr, stride_slots, there, num_slots)
     slot = tl.where(row <= last_row, slot, -1)
     near = None if TILE == 0 else load_rest(slots_ptr, stride_slots, first, TILE)
@@ -358,6 +361,7 @@ def launch_kv_cache_append(
     table = latent if rope is None else rope.cos_sin_cache
     positions = slots if rope is None else rope.positions
     launches = Launches(cache.device)
+    overlaps = overlaps_launches(cache.device)
     launches.launch(
         _kv_cache_append_kernel,
         (triton.cdiv(num_rows, config.rows),),
@@ -388,8 +392,10 @@ def launch_kv_cache_append(
         TILE=config.tile,
         STEP=config.step,
         THREADS=32 * config.num_warps,
+        PDL=overlaps,
         num_warps=config.num_warps,
         **({"maxnreg": config.max_registers} if config.max_registers else {}),
         enable_fp_fusion=False,
+        launch_pdl=overlaps,
     )
     return launches
