@@ -28,25 +28,11 @@ FIRST_POSITION = 37
 TABLE_ROWS = 1 << 16
 CHUNK = 8192
 SMALL_TOKENS = (1, 2, 4, 8, 16)
-FEW_TOKENS = (4, 8, 16)
+FEW_TOKENS = (4, 8, 16, 64)
 ROPE_CONFIGS = tuple(
-    RopeConfig(*sizes)
-    for sizes in (
-        *((8, 4, order) for order in range(3)),
-        *((4, 4, order) for order in range(3)),
-        *((2, 2, order) for order in (1, 2)),
-        (4, 2, 2),
-        (16, 8, 2),
-    )
+    RopeConfig(*sizes) for sizes in ((8, 4), (8, 4, True), (4, 4), (4, 4, True), (2, 2, True))
 )
-APPEND_CONFIGS = tuple(
-    AppendConfig(*sizes)
-    for sizes in (
-        (32, 8, 4096, 128, 128),
-        (32, 8, 8192, 128, 128),
-        (16, 4, 4096, 128, 128),
-    )
-)
+APPEND_CONFIGS = tuple(AppendConfig(32, 8, tile, 128, 128) for tile in (2048, 4096, 8192))
 # Those that have most to compute for each byte.
 APPEND_FORMATS = ("V41_FP4", "NVFP4_384", "V32", "V4", "V41")
 

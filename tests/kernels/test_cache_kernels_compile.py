@@ -58,9 +58,9 @@ class Variant:
     options: dict[str, int] = field(default_factory=lambda: {"num_warps": 4})
 
 
-CHUNK = append_config(8192, 64)
+CHUNK, CHUNK_FP4 = (append_config(8192, 64, is_fp4=is_fp4) for is_fp4 in (False, True))
 CHUNK_OPTIONS = {"num_warps": CHUNK.num_warps, "maxnreg": CHUNK.max_registers}
-FEW = append_config(1, 64)
+FEW = append_config(1, 64, is_fp4=False)
 GATHER = gather_config()
 MANY_QUERIES, FEW_QUERIES = rope_quantize_config(8192), rope_quantize_config(128)
 
@@ -80,7 +80,7 @@ ROPE = {
     "Q_HEADS": 128,
     "KV_HEADS": 1,
     "ROWS": MANY_QUERIES.rows,
-    "ORDER": MANY_QUERIES.order,
+    "PINNED": MANY_QUERIES.pinned,
     "PDL": True,
 }
 ROPE_TYPES = {
@@ -105,7 +105,7 @@ ROPE_VARIANTS = (
     Variant(
         "mla_few",
         rope_quantize_fp8,
-        {**ROPE, "ROWS": FEW_QUERIES.rows, "ORDER": FEW_QUERIES.order},
+        {**ROPE, "ROWS": FEW_QUERIES.rows, "PINNED": FEW_QUERIES.pinned},
         ROPE_TYPES,
         40,
         4,
@@ -163,7 +163,7 @@ CACHE_VARIANTS = (
         Variant(
             f"append_{one.name}{'_fused' if fused else ''}",
             kv_cache_append,
-            _append_constants(one, fused, CHUNK),
+            _append_constants(one, fused, CHUNK_FP4 if "FP4" in one.name else CHUNK),
             _cache_types(one),
             128,
             8,

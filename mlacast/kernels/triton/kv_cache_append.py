@@ -355,7 +355,8 @@ def launch_kv_cache_append(
     num_rows, d_qk = latent.shape
     flat = flat_records(cache, kv_format)
     num_slots = flat.shape[0] * flat.shape[1]
-    config = config or append_config(num_rows, flat.shape[1])
+    is_fp4 = kv_format.record in ("v41_fp4", "nvfp4_384")
+    config = config or append_config(num_rows, flat.shape[1], is_fp4=is_fp4)
     # An absent tensor is replaced by one that the kernel then does not touch.
     weight = latent if norm_weight is None else norm_weight
     table = latent if rope is None else rope.cos_sin_cache

@@ -186,7 +186,7 @@ def _quantize_queries(
     NATIVE: tl.constexpr,
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
-    ORDER: tl.constexpr,
+    PINNED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Quantise rows ``block * ROWS``.. of the queries: R rotated columns and N others."""
@@ -196,17 +196,14 @@ def _quantize_queries(
     after_previous_kernel(PDL)
     if PAGED:
         exists = exists & (tl.load(requests_ptr + token, mask=exists, other=-1) >= 0)
-    if ORDER < 2:
-        position = tl.load(positions_ptr + token * stride_positions, mask=exists, other=0)
+    position = tl.load(positions_ptr + token * stride_positions, mask=exists, other=0)
     if N > 0:
         plain = _load_rows(q_nope_ptr, plain_row, exists, N, BLOCK_N)
     first, second = _load_pairs(q_rope_ptr, row, exists, R, BLOCK_PAIRS, HALF_PAIRING)
-    # Where the angles are depends on a load, the position. The compiler would wait for it before it
-    # asks for the last of the columns.
-    if ORDER > 0:
+    # Where the angles are depends on a load, the position. The columns leave before they come; with
+    # PINNED the compiler does not ask for columns behind them.
+    if PINNED:
         tl.debug_barrier()
-    if ORDER == 2:
-        position = tl.load(positions_ptr + token * stride_positions, mask=exists, other=0)
     angles = tl.minimum(tl.maximum(position.to(tl.int64), 0), table_rows - 1) * stride_table
     cos, sin = _load_angles(table_ptr, angles, exists, R, BLOCK_PAIRS)
     if N > 0:
@@ -296,7 +293,7 @@ def _rope_quantize_fp8_kernel(
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     ROWS: tl.constexpr,
-    ORDER: tl.constexpr,
+    PINNED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Quantise ROWS (token, head) rows. Grid: (query blocks + key blocks + value blocks,).
@@ -348,7 +345,7 @@ def _rope_quantize_fp8_kernel(
             NATIVE,
             Q_HEADS,
             ROWS,
-            ORDER,
+            PINNED,
             PDL,
         )
     else:
@@ -381,17 +378,14 @@ def _rope_quantize_fp8_kernel(
                     value, v_out_ptr, out_row, exists, kv_scale, N_V, BLOCK_V, IS_E5M2, NATIVE
                 )
         else:
-            if ORDER < 2:
-                position = tl.load(positions_ptr + token * stride_positions, mask=exists, other=0)
+            position = tl.load(positions_ptr + token * stride_positions, mask=exists, other=0)
             if N_K > 0:
                 plain_row = token * stride_k_nope_token + head * stride_k_nope_head
                 plain = _load_rows(k_nope_ptr, plain_row, exists, N_K, BLOCK_K)
             rope_row = token * stride_k_rope_token + head * stride_k_rope_head
             first, second = _load_pairs(k_rope_ptr, rope_row, exists, R, BLOCK_PAIRS, HALF_PAIRING)
-            if ORDER > 0:
+            if PINNED:
                 tl.debug_barrier()
-            if ORDER == 2:
-                position = tl.load(positions_ptr + token * stride_positions, mask=exists, other=0)
             angles = tl.minimum(tl.maximum(position.to(tl.int64), 0), table_rows - 1)
             cos, sin = _load_angles(table_ptr, angles * stride_table, exists, R, BLOCK_PAIRS)
             if N_K > 0:
@@ -500,7 +494,7 @@ def launch_rope_quantize_fp8(
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         ROWS=config.rows,
-        ORDER=config.order,
+        PINNED=config.pinned,
         PDL=overlaps,
         num_warps=config.num_warps,
         enable_fp_fusion=False,
