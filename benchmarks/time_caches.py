@@ -131,6 +131,7 @@ def line(result: dict[str, Any]) -> str:
     said = f"{result['name']}: {result['us']:.2f} us"
     said += f" ({result['p10_us']:.2f}-{result['p90_us']:.2f}), {result['gbs']:.0f} GB/s"
     said += f", copy {result['share_of_copy']:.0%}, same {result['share_of_same_copy']:.0%}"
+    said += f" of {result['same_copy_us']:.2f} us"
     if "burst_us" in result:
         said += f", burst {result['burst_us']:.2f} us"
     if result["target_us"] is not None:

@@ -114,10 +114,12 @@ def test_lines_name_what_was_missed_and_what_failed() -> None:
         "gbs": 3000.0,
         "share_of_copy": 0.7,
         "share_of_same_copy": 0.9,
+        "same_copy_us": 1.8,
         "target_us": 1.5,
         "met": False,
     }
     assert "MISSED" in time_caches.line(result)
+    assert "90% of 1.80 us" in time_caches.line(result)
     assert "FAILED codes differ" in time_caches.line({**result, "error": "codes differ"})
 
 
