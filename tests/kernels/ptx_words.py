@@ -76,7 +76,8 @@ def _max_nan_bf16(a: Words, b: Words) -> Words:
 def _min_bf16(a: Words, b: Words) -> Words:
     x, y = (words << np.uint32(16) for words in (a, b))
     # A number wins over NaN, as fmin does.
-    return np.fmin(_floats(x), _floats(y)).view(np.uint32) >> np.uint32(16)
+    least: Words = np.fmin(_floats(x), _floats(y)).view(np.uint32) >> np.uint32(16)
+    return least
 
 
 def _fma_bf16(a: Words, b: Words, c: Words) -> Words:
@@ -99,7 +100,8 @@ def _fma_sat_f16(a: Words, b: Words, c: Words) -> Words:
     out = _fma_f16(a, b, c)
     value = out.astype(np.uint16).view(np.float16)
     clamped = np.where(np.isnan(value), np.float16(0), np.clip(value, 0, 1)).astype(np.float16)
-    return np.abs(clamped).view(np.uint16).astype(np.uint32)
+    words: Words = np.abs(clamped).view(np.uint16).astype(np.uint32)
+    return words
 
 
 def _to_e4m3x2(high: Words, low: Words) -> Words:
