@@ -38,6 +38,7 @@ TESTS = (
     "test_decode_metadata",
     "test_fp8_decode",
     "test_dense_mla_decode",
+    "test_dependents",
 )
 DECODE_CASES = "decode-fp8"
 

@@ -131,6 +131,7 @@ def line(result: dict[str, Any]) -> str:
     said = f"{result['name']}: {result['us']:.2f} us"
     said += f" ({result['p10_us']:.2f}-{result['p90_us']:.2f}), {result['gbs']:.0f} GB/s"
     said += f", copy {result['share_of_copy']:.0%}, same {result['share_of_same_copy']:.0%}"
+    said += f" of {result['same_copy_us']:.2f} us"
     if "burst_us" in result:
         said += f", burst {result['burst_us']:.2f} us"
     if result["target_us"] is not None:
@@ -184,7 +185,9 @@ def main() -> int:
     """Compile, check, time; the exit code counts cases that are wrong."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--case", default="", help="only cases whose name contains this")
-    parser.add_argument("--sweep", action="store_true", help="also programs of other sizes")
+    parser.add_argument(
+        "--sweep", action="store_true", help="programs of other sizes, for few calls"
+    )
     parser.add_argument("--list", action="store_true", help="print the cases and end")
     parser.add_argument("--burst", action="store_true", help="also time single calls")
     parser.add_argument("--repeats", type=int, default=20)
@@ -192,7 +195,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=150, help="for everything")
     parser.add_argument("--json", type=Path, help="file to write every number to")
     options = parser.parse_args()
-    cases = [*usual_cases(), *(sweep_cases() if options.sweep else [])]
+    cases = sweep_cases() if options.sweep else usual_cases()
     cases = [case for case in cases if options.case in case.name]
     if options.list:
         print(*(case.name for case in cases), sep="\n")

@@ -44,9 +44,9 @@ def _halves(words: Words) -> tuple[Words, Words]:
     return words & np.uint32(0xFFFF), words >> np.uint32(16)
 
 
-def _by_half(operation: Callable[[Words, Words], Words]) -> Callable[[Words, Words], Words]:
-    def run(a: Words, b: Words) -> Words:
-        low, high = (operation(x, y) for x, y in zip(_halves(a), _halves(b), strict=True))
+def _by_half(operation: Callable[..., Words]) -> Callable[..., Words]:
+    def run(*words: Words) -> Words:
+        low, high = (operation(*halves) for halves in zip(*map(_halves, words), strict=True))
         both: Words = low | (high << np.uint32(16))
         return both
 
@@ -73,26 +73,35 @@ def _max_nan_bf16(a: Words, b: Words) -> Words:
     return np.where(is_nan, _NAN16, np.maximum(x, y) | sign)
 
 
-def _min_f16(a: Words, b: Words) -> Words:
-    x, y, sign = _magnitudes(a, b)
-    least = np.where(x > 0x7C00, y, np.where(y > 0x7C00, x, np.minimum(x, y)))
-    out: Words = least | sign
-    return out
+def _min_bf16(a: Words, b: Words) -> Words:
+    x, y = (words << np.uint32(16) for words in (a, b))
+    # A number wins over NaN, as fmin does.
+    least: Words = np.fmin(_floats(x), _floats(y)).view(np.uint32) >> np.uint32(16)
+    return least
 
 
-def _fma(a: Words, b: Words, c: Words) -> Words:
-    # Exact in float64 before the one rounding, for factors of 24 bits and sums with a zero.
-    x, y, z = (_floats(words).astype(np.float64) for words in (a, b, c))
-    assert not z.any(), "a sum with anything but a zero may round twice"
-    out: Words = (x * y + z).astype(np.float32).view(np.uint32)
-    return out
+def _fma_bf16(a: Words, b: Words, c: Words) -> Words:
+    x, y, z = (bfloat16_values(words) for words in (a, b, c))
+    with np.errstate(invalid="ignore"):
+        exact = x * y + z
+    return np.where(np.isnan(exact), _NAN16, to_bfloat16(exact))
 
 
-def _to_f16x2(high: Words, low: Words) -> Words:
-    pair = [_floats(words).astype(np.float16).view(np.uint16) for words in (low, high)]
-    bits = [np.where((x & 0x7FFF) > 0x7C00, 0x7FFF, x).astype(np.uint32) for x in pair]
-    out: Words = bits[0] | (bits[1] << np.uint32(16))
-    return out
+def _fma_f16(a: Words, b: Words, c: Words) -> Words:
+    x, y, z = (words.astype(np.uint16).view(np.float16).astype(np.float64) for words in (a, b, c))
+    # Products of 22 bits, and what is added is near them: exact before the one rounding.
+    with np.errstate(over="ignore", invalid="ignore"):
+        rounded = (x * y + z).astype(np.float16)
+    return np.where(np.isnan(rounded), _NAN16, rounded.view(np.uint16).astype(np.uint32))
+
+
+def _fma_sat_f16(a: Words, b: Words, c: Words) -> Words:
+    # NaN becomes 0.
+    out = _fma_f16(a, b, c)
+    value = out.astype(np.uint16).view(np.float16)
+    clamped = np.where(np.isnan(value), np.float16(0), np.clip(value, 0, 1)).astype(np.float16)
+    words: Words = np.abs(clamped).view(np.uint16).astype(np.uint32)
+    return words
 
 
 def _to_e4m3x2(high: Words, low: Words) -> Words:
@@ -126,9 +135,12 @@ def _lop3(a: Words, b: Words, c: Words, table: Words) -> Words:
 _OPERATIONS: dict[str, Callable[..., Words]] = {
     "mul.rn.bf16x2": _by_half(_product_of_bf16),
     "max.NaN.xorsign.abs.bf16x2": _by_half(_max_nan_bf16),
-    "min.xorsign.abs.f16x2": _by_half(_min_f16),
-    "fma.rn.f32": _fma,
-    "cvt.rn.f16x2.f32": _to_f16x2,
+    "abs.bf16x2": lambda x: x & np.uint32(0x7FFF7FFF),
+    "min.bf16x2": _by_half(_min_bf16),
+    "fma.rn.bf16x2": _by_half(_fma_bf16),
+    "fma.rn.f16x2": _by_half(_fma_f16),
+    "fma.rn.sat.f16x2": _by_half(_fma_sat_f16),
+    "add.rn.f16x2": _by_half(lambda x, y: _fma_f16(x, np.full_like(x, 0x3C00), y)),
     "cvt.rn.satfinite.e4m3x2.f32": _to_e4m3x2,
     "min.u16x2": _by_half(np.minimum),
     "prmt.b32": _prmt,

@@ -58,9 +58,9 @@ class Variant:
     options: dict[str, int] = field(default_factory=lambda: {"num_warps": 4})
 
 
-CHUNK = append_config(8192, 64)
+CHUNK, CHUNK_FP4 = (append_config(8192, 64, is_fp4=is_fp4) for is_fp4 in (False, True))
 CHUNK_OPTIONS = {"num_warps": CHUNK.num_warps, "maxnreg": CHUNK.max_registers}
-FEW = append_config(1, 64)
+FEW = append_config(1, 64, is_fp4=False)
 GATHER = gather_config()
 MANY_QUERIES, FEW_QUERIES = rope_quantize_config(8192), rope_quantize_config(128)
 
@@ -81,6 +81,7 @@ ROPE = {
     "KV_HEADS": 1,
     "ROWS": MANY_QUERIES.rows,
     "PINNED": MANY_QUERIES.pinned,
+    "PDL": True,
 }
 ROPE_TYPES = {
     **{f"{part}_ptr": "*i16" for part in ("q_rope", "q_nope", "k_rope", "k_nope", "v")},
@@ -117,7 +118,7 @@ ROPE_VARIANTS = (
     Variant(
         "mla_sm80",
         rope_quantize_fp8,
-        {**ROPE, "NATIVE": False},
+        {**ROPE, "NATIVE": False, "PDL": False},
         ROPE_TYPES,
         64,
         8,
@@ -131,7 +132,12 @@ FORMATS = tuple(one for one in ALL_KV_FORMATS if not one.name.endswith("_INLINE"
 
 def _cache_constants(kv_format: KvFormat) -> dict[str, Any]:
     width = kv_format.d_qk or 576
-    return {**record_constants(kv_format, width, 1000), "stride_slots": 1, "NATIVE": True}
+    return {
+        **record_constants(kv_format, width, 1000),
+        "stride_slots": 1,
+        "NATIVE": True,
+        "PDL": True,
+    }
 
 
 def _cache_types(kv_format: KvFormat) -> dict[str, str]:
@@ -149,7 +155,6 @@ def _append_constants(kv_format: KvFormat, fused: bool, config: AppendConfig) ->
         "TILE": config.tile,
         "STEP": config.step,
         "THREADS": 32 * config.num_warps,
-        "PINNED": config.pinned,
     }
 
 
@@ -158,7 +163,7 @@ CACHE_VARIANTS = (
         Variant(
             f"append_{one.name}{'_fused' if fused else ''}",
             kv_cache_append,
-            _append_constants(one, fused, CHUNK),
+            _append_constants(one, fused, CHUNK_FP4 if "FP4" in one.name else CHUNK),
             _cache_types(one),
             128,
             8,
@@ -184,7 +189,7 @@ CACHE_VARIANTS = (
     Variant(
         "append_V4_sm80",
         kv_cache_append,
-        {**_append_constants(KvFormat.V4, False, CHUNK), "NATIVE": False},
+        {**_append_constants(KvFormat.V4, False, CHUNK), "NATIVE": False, "PDL": False},
         _cache_types(KvFormat.V4),
         capability=80,
         options=CHUNK_OPTIONS,
@@ -209,7 +214,7 @@ def _compile(variant: Variant) -> Any:
     (kernel,) = (
         value
         for name, value in vars(variant.module).items()
-        if name.endswith("_kernel") and hasattr(value, "arg_names")
+        if re.fullmatch(r"_\w+_kernel", name) and hasattr(value, "arg_names")
     )
     names = kernel.arg_names
     constants = {name: value for name, value in variant.constants.items() if name in names}

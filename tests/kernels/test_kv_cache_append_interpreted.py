@@ -76,7 +76,9 @@ def _page_runs(*firsts: int) -> torch.Tensor:
 @pytest.fixture(params=list(TINY))
 def _tiny_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles that a few rows already fill: the look at earlier slots takes many steps."""
-    monkeypatch.setattr(kv_cache_append, "append_config", lambda *sizes: TINY[request.param])
+    monkeypatch.setattr(
+        kv_cache_append, "append_config", lambda *sizes, is_fp4: TINY[request.param]
+    )
 
 
 @pytest.mark.usefixtures("_tiny_tiles")

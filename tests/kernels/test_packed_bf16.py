@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -16,7 +18,9 @@ BOUNDARIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 NUMBERS = np.arange(1 << 16, dtype=np.uint32)
 # Those below the normal ones, and two exponents of these, the last among them.
 CODES = (*range(1, 16), *range(119, 127))
-SCALES = torch.tensor(CODES, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+SCALES: NDArray[np.float32] = (
+    torch.tensor(CODES, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+)
 
 
 def _value(bits: NDArray[np.uint32]) -> NDArray[np.float32]:
@@ -40,17 +44,43 @@ def _nearest_even(above: list[NDArray[np.bool_]]) -> NDArray[np.int64]:
     return count
 
 
-def _e2m1(x: NDArray[np.uint32], factor: np.float32, added: float) -> NDArray[np.uint32]:
-    """Codes of numbers: pairs become bytes, low halves those of the first."""
-    even, odd = x[0::2], x[1::2]
-    low = [(even[at::4] | (even[at + 1 :: 4] << np.uint32(16))) for at in (0, 2)]
-    high = [(odd[at::4] | (odd[at + 1 :: 4] << np.uint32(16))) for at in (0, 2)]
-    like = np.empty(low[0].shape, np.float32)
-    factors = [np.full_like(like, factor).view(np.uint32)] * 4
-    zeros = [np.full_like(like, added).view(np.uint32)] * 4
-    (word,) = run(packed_bf16._TO_E2M1.value, 1, [*low, *high, *factors, *zeros])
-    codes = word.view(np.uint8)
-    out: NDArray[np.uint32] = np.stack((codes & 0xF, codes >> 4), 1).ravel().astype(np.uint32)
+def _e2m1(
+    x: NDArray[np.uint32], power: int, added: int, inverse: np.float16, nudge: int, signs: int
+) -> NDArray[np.uint32]:
+    """Codes of numbers, four a word, and what pairs of them are packed into."""
+    words = _pairs(x)
+    like = np.empty(words[0].shape, np.uint32)
+    factors = (power, added, int(inverse.view(np.uint16)), nudge)
+    halves = [np.full_like(like, half * 0x10001) for half in factors for _ in range(2)]
+    sign = np.full_like(like, signs * 0x01010101)
+    found = [
+        run(packed_bf16._TO_E2M1.value, 1, [*two, *halves, sign])[0]
+        for two in (words[:2], words[2:])
+    ]
+    codes = np.stack(found, 1).view(np.uint8).ravel()
+    out: NDArray[np.uint32] = codes.astype(np.uint32)
+    return out
+
+
+def _of_scale(
+    scale: np.float32, *, is_product: bool = False
+) -> Iterator[tuple[int, int, np.float16, int]]:
+    """Factors of a scale as ``encode_fp4`` makes them, of whichever reciprocal a device has."""
+    bits = int(scale.view(np.uint32))
+    mantissa = np.uint32((bits & 0x7FFFFF) | 0x40000000).view(np.float32)
+    is_large = is_product and bits & 0x7FFFFF == 0x700000
+    raised = np.float32(1.001953125 if is_large else 1.00006103515625)
+    exact = np.float32(1.0) / mantissa
+    for one in (exact, np.nextafter(exact, np.float32(0)), np.nextafter(exact, np.float32(1))):
+        power = 0x4700 - ((bits >> 16) & 0x7F80)
+        yield power, 0, np.float16(one * raised), 0x8A00 if is_large else 0
+
+
+def _numbers_of(scale: np.float32) -> NDArray[np.uint32]:
+    """Finite numbers of groups with this scale: any with the largest, else up to nine times it."""
+    within = np.abs(_value(FINITE)) <= (np.inf if scale == 448 else 9 * scale)
+    kept = FINITE[within]
+    out: NDArray[np.uint32] = kept[: kept.shape[0] // 8 * 8]
     return out
 
 
@@ -59,39 +89,42 @@ def _signed(x: NDArray[np.uint32], magnitude: NDArray[np.int64]) -> NDArray[np.u
     return out
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered")
 def test_e2m1_of_quotients() -> None:
     """Ties go to the even code exactly where a number is a boundary times its scale."""
-    x = np.abs(_value(FINITE).astype(np.float64))
     for scale in SCALES:
+        numbers = _numbers_of(scale)
+        x = np.abs(_value(numbers).astype(np.float64))
         bounds = [boundary * np.float64(scale) for boundary in BOUNDARIES]
         above = [(x >= b) if at % 2 else (x > b) for at, b in enumerate(bounds)]
-        factor = np.float32(np.float32(1.0) / scale * np.float32(2.0**-14))
-        # What the reciprocal of the device may be.
-        for one in (factor, np.nextafter(factor, np.float32(0)), np.nextafter(factor, scale)):
-            found = _e2m1(FINITE, one, -0.0)
-            assert np.array_equal(found, _signed(FINITE, _nearest_even(above))), scale
+        expected = _signed(numbers, _nearest_even(above))
+        for factors in _of_scale(scale):
+            assert np.array_equal(_e2m1(numbers, *factors, 8), expected), scale
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered")
 def test_e2m1_of_products() -> None:
     """Where float32 makes a little more of a tie, it goes up."""
-    x = np.abs(_value(FINITE))
-    for code, scale in zip(CODES, SCALES, strict=True):
-        inverse = np.float32(1.0) / scale
-        product = x * inverse
+    for scale in SCALES:
+        numbers = _numbers_of(scale)
+        with np.errstate(over="ignore"):
+            product = np.abs(_value(numbers)) * (np.float32(1.0) / scale)
         above = [(product >= b) if at % 2 else (product > b) for at, b in enumerate(BOUNDARIES)]
-        factor = np.float32(inverse * np.float32(2.0**-14))
-        if code > 7 and code % 8 == 7:
-            factor = np.float32(factor * np.float32(1.0009765625))
-        found = _e2m1(FINITE, factor, -0.0)
-        assert np.array_equal(found, _signed(FINITE, _nearest_even(above))), scale
+        expected = _signed(numbers, _nearest_even(above))
+        for factors in _of_scale(scale, is_product=True):
+            assert np.array_equal(_e2m1(numbers, *factors, 8), expected), scale
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered")
 def test_e2m1_of_groups_that_do_not_count() -> None:
-    assert not _e2m1(FINITE, np.float32(0.0), 0.0).any(), "no sign without a scale"
-    assert (_e2m1(NUMBERS, np.float32("nan"), -0.0) == 7).all(), "no number gets the largest code"
+    for inverse in (np.float16(0.25), np.float16(0.5)):
+        assert not _e2m1(NUMBERS, 0, 0, inverse, 0, 0).any(), "no sign without a scale"
+        assert (_e2m1(NUMBERS, 0, 0x0E00, inverse, 0, 0) == 7).all(), "no number: the largest code"
+
+
+def test_two_codes_are_a_byte() -> None:
+    words = np.arange(1 << 16, dtype=np.uint32)
+    low, high = words & np.uint32(0x0F0F), (words >> np.uint32(4)) & np.uint32(0x0F0F)
+    (out,) = run(packed_bf16._PAIRED.value, 1, [low | (high << np.uint32(16)), high])
+    assert np.array_equal(out & np.uint32(0xFFFF), words)
+    assert np.array_equal(out >> np.uint32(16), high)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")

@@ -47,69 +47,49 @@ _TO_E4M3 = tl.constexpr(
     }"""
 )
 
-# Four bytes of two codes. A quotient times 2**-14 is a float16 whose exponent, and the first bit of
-# whose mantissa, are the code: 0.5 and 0 are where float16 has its subnormal numbers. What follows
-# is rounded away, nearest even, and codes above 7 are clamped before. Of $1, $2 (elements that
-# become low halves of bytes) and $3, $4 (high halves) each word has two elements, $5 to $8 are
-# their factors and $9 to $12 what is added.
+# Codes of the numbers in $1 and $2, a byte each, by what runs beside integers. Magnitudes times $3,
+# $4 (powers of two) plus $5, $6 are bfloat16 whose exponents have five bits: moved up by three bits
+# they are float16, of the same mantissas. $7, $8 are half the reciprocals of what is left of the
+# scales. Codes rise by steps of 0.5, of 1 from 2 on and of 2 from 4 on: half a quotient, that less
+# 1 and that less 2, clamped to 0 to 1, make up the code times 4, 2 and 1. A sum with 1024 rounds to
+# an integer, nearest even. $9, $10 are added to the first of the three, and $11 has the bits of
+# signs that count.
 _TO_E2M1 = tl.constexpr(
     """{
-    .reg .b32 lo<4>, hi<4>, h<4>, t<4>, low, high, u, v, six;
-    mov.b32 six, 0x0E000E00;
-    shl.b32 lo0, $1, 16;
-    and.b32 hi0, $1, 0xFFFF0000;
-    shl.b32 lo1, $2, 16;
-    and.b32 hi1, $2, 0xFFFF0000;
-    shl.b32 lo2, $3, 16;
-    and.b32 hi2, $3, 0xFFFF0000;
-    shl.b32 lo3, $4, 16;
-    and.b32 hi3, $4, 0xFFFF0000;
-    fma.rn.f32 lo0, lo0, $5, $9;
-    fma.rn.f32 hi0, hi0, $6, $10;
-    fma.rn.f32 lo1, lo1, $7, $11;
-    fma.rn.f32 hi1, hi1, $8, $12;
-    fma.rn.f32 lo2, lo2, $5, $9;
-    fma.rn.f32 hi2, hi2, $6, $10;
-    fma.rn.f32 lo3, lo3, $7, $11;
-    fma.rn.f32 hi3, hi3, $8, $12;
-    cvt.rn.f16x2.f32 h0, hi0, lo0;
-    cvt.rn.f16x2.f32 h1, hi1, lo1;
-    cvt.rn.f16x2.f32 h2, hi2, lo2;
-    cvt.rn.f16x2.f32 h3, hi3, lo3;
-    min.xorsign.abs.f16x2 h0, h0, six;
-    min.xorsign.abs.f16x2 h1, h1, six;
-    min.xorsign.abs.f16x2 h2, h2, six;
-    min.xorsign.abs.f16x2 h3, h3, six;
-    shr.u32 t0, h0, 9;
-    and.b32 t0, t0, 0x00010001;
-    add.u32 h0, h0, t0;
-    add.u32 h0, h0, 0x00FF00FF;
-    shr.u32 t1, h1, 9;
-    and.b32 t1, t1, 0x00010001;
-    add.u32 h1, h1, t1;
-    add.u32 h1, h1, 0x00FF00FF;
-    shr.u32 t2, h2, 9;
-    and.b32 t2, t2, 0x00010001;
-    add.u32 h2, h2, t2;
-    add.u32 h2, h2, 0x00FF00FF;
-    shr.u32 t3, h3, 9;
-    and.b32 t3, t3, 0x00010001;
-    add.u32 h3, h3, t3;
-    add.u32 h3, h3, 0x00FF00FF;
-    prmt.b32 low, h0, h1, 0x7531;
-    prmt.b32 high, h2, h3, 0x7531;
-    shr.u32 u, low, 1;
-    shr.u32 v, low, 4;
-    and.b32 u, u, 0x07070707;
-    and.b32 v, v, 0x08080808;
-    or.b32 u, u, v;
-    shl.b32 v, high, 3;
-    and.b32 v, v, 0x70707070;
-    and.b32 high, high, 0x80808080;
-    or.b32 v, v, high;
-    or.b32 $0, u, v;
+    .reg .b32 v<2>, b<2>, c<2>, sign, most, two, less1, less2, step;
+    mov.b32 most, 0x4B004B00;
+    mov.b32 two, 0x40004000;
+    mov.b32 less1, 0xBC00BC00;
+    mov.b32 less2, 0xC000C000;
+    mov.b32 step, 0x64006400;
+    abs.bf16x2 v0, $1;
+    min.bf16x2 v0, v0, most;
+    fma.rn.bf16x2 v0, v0, $3, $5;
+    shl.b32 v0, v0, 3;
+    abs.bf16x2 v1, $2;
+    min.bf16x2 v1, v1, most;
+    fma.rn.bf16x2 v1, v1, $4, $6;
+    shl.b32 v1, v1, 3;
+    fma.rn.sat.f16x2 c0, v0, $7, less2;
+    fma.rn.sat.f16x2 b0, v0, $7, less1;
+    fma.rn.sat.f16x2 v0, v0, $7, $9;
+    fma.rn.sat.f16x2 c1, v1, $8, less2;
+    fma.rn.sat.f16x2 b1, v1, $8, less1;
+    fma.rn.sat.f16x2 v1, v1, $8, $10;
+    fma.rn.f16x2 v0, v0, two, b0;
+    fma.rn.f16x2 v0, v0, two, c0;
+    add.rn.f16x2 v0, v0, step;
+    fma.rn.f16x2 v1, v1, two, b1;
+    fma.rn.f16x2 v1, v1, two, c1;
+    add.rn.f16x2 v1, v1, step;
+    prmt.b32 v0, v0, v1, 0x6420;
+    prmt.b32 sign, $1, $2, 0xFDB9;
+    and.b32 sign, sign, $11;
+    or.b32 $0, v0, sign;
     }"""
 )
+
+_PAIRED = tl.constexpr("mad.lo.u32 $0, $2, 16, $1;")
 
 
 @triton.jit
@@ -145,17 +125,25 @@ def bf16_to_e4m3(x, factor):
 
 
 @triton.jit
-def bf16_to_e2m1(low, high, factor, added):
-    """Bytes of two E2M1 codes each: of ``low`` and ``high`` times ``factor`` plus ``added``.
+def bf16_to_e2m1(x, power, added, inverse, nudge, signs):
+    """E2M1 codes (uint8, one each) of bfloat16 bits ``x``, by what its scale is made of.
 
-    ``factor`` (float32) is 2**-14 over the scale, or NaN for the largest code; ``added`` is -0.0,
-    or 0.0 for what shall lose its sign.
+    ``power``, bits of bfloat16, is 2**-112 over the power of two in the scale, and ``inverse``,
+    bits of float16, half of one over the rest. Where ``power`` is 0 all numbers get one code: the
+    largest with ``added`` 0x0E00, 0 with 0. ``nudge``, bits of float16, is added to half of a
+    quotient below 2. ``signs`` is 8, or 0 for codes without a sign.
     """
     return tl.inline_asm_elementwise(
         _TO_E2M1,
-        "=r,r,r,r,r,f,f,f,f,f,f,f,f",
-        [low, high, factor, added],
+        "=r,r,r,r,r,r,r,r,r,r,r,r",
+        [x, power, added, inverse, nudge, signs],
         tl.uint8,
         is_pure=True,
         pack=4,
     )
+
+
+@triton.jit
+def paired_codes(low, high):
+    """Bytes of two codes of four bits each (uint8)."""
+    return tl.inline_asm_elementwise(_PAIRED, "=r,r,r", [low, high], tl.uint8, is_pure=True, pack=4)

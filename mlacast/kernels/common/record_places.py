@@ -65,7 +65,8 @@ def record_places(
     """
     slot = tl.where(valid, slot, 0).to(tl.uint32)
     page = tl.umulhi(slot * 2, page_inverse.to(tl.uint32, bitcast=True)) >> page_shift
-    page_start = page.to(tl.int64) * stride_page
+    # With a sign, like the stride: one multiplication of 32 bits by 32.
+    page_start = page.to(tl.int32).to(tl.int64) * stride_page
     offset = (slot - page * page_size).to(tl.int64)
     if INLINE:
         data = page_start + offset * (DATA + SCALE)

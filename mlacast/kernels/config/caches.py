@@ -8,8 +8,8 @@ from dataclasses import dataclass
 _FEW_ROWS = 1024
 # A program of 32 rows lies in two pages at most if these are not smaller.
 _ROWS_OF_A_PAGE = 32
-# Two tokens of 128 heads.
-_FEW_QUERY_ROWS = 256
+# 16 tokens of 128 heads.
+_FEW_QUERY_ROWS = 2048
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class RopeConfig(RowsConfig):
     """Rows (a token and a head each) of a program, its warps, and the order of its loads.
 
     Attributes:
-        pinned: A barrier keeps the loads of columns before the first use of a position.
+        pinned: A barrier keeps the loads of columns before those of angles.
     """
 
     pinned: bool = False
@@ -43,7 +43,6 @@ class AppendConfig:
         step: Earlier slots compared with each of its own at a time.
         max_registers: Registers of a thread at most, 0 for as many as the compiler wants. With 128
             there are 512 threads on a multiprocessor, for which 8192 rows are one wave.
-        pinned: A barrier keeps the loads of latents, and of the first tile, before the look.
     """
 
     rows: int
@@ -51,29 +50,33 @@ class AppendConfig:
     tile: int
     step: int
     max_registers: int = 0
-    pinned: bool = False
 
 
 def rope_quantize_config(num_rows: int) -> RopeConfig:
     """Pick the program of ``rope_quantize_fp8`` for so many rows of queries.
 
     Eight rows of 576 numbers are 9 KB in flight, and 64 tokens of 128 heads still give every
-    multiprocessor several programs. Fewer rows a program and a barrier are faster for a token or
-    two, and slower from four tokens on.
+    multiprocessor several programs. Of fewer tokens a warp has one row, and asks for all of it
+    before it waits for a position.
     """
     if num_rows <= _FEW_QUERY_ROWS:
         return RopeConfig(rows=4, num_warps=4, pinned=True)
     return RopeConfig(rows=8, num_warps=4)
 
 
-def append_config(num_rows: int, page_size: int) -> AppendConfig:
-    """Pick the program of ``kv_cache_append``."""
+def append_config(num_rows: int, page_size: int, *, is_fp4: bool) -> AppendConfig:
+    """Pick the program of ``kv_cache_append``.
+
+    Codes of four bits keep a multiprocessor busy for longest: their programs ask for all slots of a
+    chunk at once, and wait for no second tile.
+    """
     if num_rows <= _FEW_ROWS:
         return AppendConfig(rows=2, num_warps=2, tile=0, step=1024)
     if page_size < _ROWS_OF_A_PAGE:
         # A program of 32 rows would lie in more pages than it has ranges for.
-        return AppendConfig(rows=16, num_warps=4, tile=1024, step=128, max_registers=128)
-    return AppendConfig(rows=32, num_warps=8, tile=2048, step=128, max_registers=128)
+        return AppendConfig(rows=16, num_warps=4, tile=4096, step=128, max_registers=128)
+    tile = 8192 if is_fp4 else 4096
+    return AppendConfig(rows=32, num_warps=8, tile=tile, step=128, max_registers=128)
 
 
 def gather_config() -> RowsConfig:

@@ -11,10 +11,10 @@ import triton.language as tl
 
 from mlacast.descriptors.kv_format import KvFormat
 from mlacast.descriptors.rope import Rope
+from mlacast.kernels.common.dependents import after_previous_kernel, overlaps_launches
 from mlacast.kernels.common.fp8_casts import (
     as_bits,
     has_fp8_casts,
-    to_bf16_bits,
 )
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.packed_bf16 import widened
@@ -33,9 +33,14 @@ from mlacast.kernels.triton.kv_cache_append_encode import (
     encode_pow2,
     rotate_pairs,
     sum_of_squares,
+    to_bfloat16,
     word_bytes,
 )
-from mlacast.kernels.triton.kv_cache_append_twins import has_lower_twin, load_slots
+from mlacast.kernels.triton.kv_cache_append_twins import (
+    has_lower_twin,
+    load_rest,
+    load_slots,
+)
 
 # Counts that vary while serving must not pick another variant of the kernel, nor must where a list
 # of numbers happens to start. Strides of rows and pages are those of a model and may: 16 bytes a
@@ -166,10 +171,7 @@ def _normed(
         N: tl.constexpr = weight.shape[0]
         by_pass = tl.reshape(x, (ROWS // N, N, C)) * widened(weight, NATIVE)[None, :, :]
         x = tl.reshape(by_pass, (ROWS, C))
-    if NATIVE and not KEEPS_NAN:
-        return x.to(tl.bfloat16).to(tl.int16, bitcast=True)
-    else:
-        return to_bf16_bits(x, NATIVE)
+    return to_bfloat16(x, KEEPS_NAN, NATIVE)
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
@@ -206,7 +208,7 @@ def _kv_cache_append_kernel(
     TILE: tl.constexpr,
     STEP: tl.constexpr,
     THREADS: tl.constexpr,
-    PINNED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Write ROWS rows. Grid: (ceil(num_rows / ROWS),).
 
@@ -215,54 +217,54 @@ def _kv_cache_append_kernel(
     """
     KEEPS_TAIL: tl.constexpr = RECORD == "v32" or RECORD == "v4" or RECORD == "nvfp4_384"
     HAS_TAIL: tl.constexpr = D_QK == 576 or HAS_ROPE or KEEPS_TAIL
+    # Whether bits of the last 64 dimensions are stored, not codes.
+    KEEPS_NAN: tl.constexpr = KEEPS_TAIL or RECORD == "rows"
     MAIN: tl.constexpr = D_QK - 64 if HAS_TAIL else 512
     # What is stored as it came needs no groups, and its stores are as wide as its loads.
     RUN: tl.constexpr = 256 if RECORD == "rows" else 8
-    first = tl.program_id(0) * ROWS
+    # Programs with many rows before them begin first, and share a multiprocessor with those that
+    # have few.
+    program, half = tl.program_id(0), tl.num_programs(0) // 2
+    block = tl.where(program < half, tl.num_programs(0) - 1 - program, program - half)
+    first = block * ROWS
     row = first + tl.arange(0, ROWS)
-    exists = row < num_rows
-    row = row.to(tl.int64)
-    slot = tl.load(slots_ptr + row * stride_slots, mask=exists, other=-1).to(tl.int64)
-    if TILE == 0:
-        near = None
-    else:
-        at = tl.arange(0, TILE)
-        near = load_slots(slots_ptr, stride_slots, first // TILE * TILE + at, at < first % TILE)
+    last_row = num_rows - 1
+    # Rows after the last one read what it reads, and are not stored.
+    there = tl.minimum(row, last_row)
+    after_previous_kernel(PDL)
+    slot = load_slots(slots_ptr, stride_slots, there, num_slots)
+    slot = tl.where(row <= last_row, slot, -1)
+    near = None if TILE == 0 else load_rest(slots_ptr, stride_slots, first, TILE)
+    row = there.to(tl.int64)
     if HAS_ROPE:
-        position = tl.load(positions_ptr + row * stride_positions, mask=exists, other=0)
+        position = tl.load(positions_ptr + row * stride_positions)
     c = tl.arange(0, 256)
     column = (c // RUN) * (2 * RUN) + c % RUN
     latent = latent_ptr + (row * stride_latent)[:, None] + column[None, :]
-    mask = exists[:, None] & (column >= 0)[None, :]
-    a = tl.load(latent, mask=mask)
-    b = tl.load(latent + RUN, mask=mask)
+    a = tl.load(latent)
+    b = tl.load(latent + RUN)
     if HAS_TAIL:
         # Halves that are rotated with each other are two tiles.
         IN_HALVES: tl.constexpr = HAS_ROPE and HALF_PAIRING
         T: tl.constexpr = 32 if IN_HALVES else 64
         t = tl.arange(0, T)
         last = latent_ptr + (row * stride_latent)[:, None] + (D_QK - 64 + t)[None, :]
-        tail = tl.load(last, mask=exists[:, None] & (t >= 0)[None, :])
+        tail = tl.load(last)
         if IN_HALVES:
-            tail_end = tl.load(last + 32, mask=exists[:, None] & (t >= 0)[None, :])
-    if PINNED:
-        # Loads stay before a barrier; elsewhere the compiler may ask for them later.
-        tl.debug_barrier()
+            tail_end = tl.load(last + 32)
     if HAS_ROPE:
         angle = tl.minimum(tl.maximum(position.to(tl.int64), 0), table_rows - 1) * stride_table
         pair = tl.arange(0, 32)
         angles = table_ptr + angle[:, None] + pair[None, :]
-        cos = tl.load(angles, mask=exists[:, None] & (pair >= 0)[None, :])
-        sin = tl.load(angles + 32, mask=exists[:, None] & (pair >= 0)[None, :])
-    valid = exists & (slot >= 0) & (slot < num_slots)
+        cos = tl.load(angles)
+        sin = tl.load(angles + 32)
     twin = has_lower_twin(
         slots_ptr,
         stride_slots,
         first,
         slot,
-        valid,
-        num_rows,
         near,
+        last_row,
         num_slots,
         ROWS,
         TILE,
@@ -284,29 +286,31 @@ def _kv_cache_append_kernel(
                 weight_end = tl.load(weight_ptr + 480 + t)[None, :]
     else:
         weight_a, weight_b, weight_tail, weight_end = None, None, None, None
-    write = valid & (twin == 0)
+    write = (slot >= 0) & (twin == 0)
     data, scale = record_places(
         slot, write, page_size, page_inverse, page_shift, stride_page, INLINE, DATA, SCALE
     )
     if HAS_NORM:
+        EXACT: tl.constexpr = a.dtype != tl.float32
         a, b = widened(a, NATIVE), widened(b, NATIVE)
-        mean = sum_of_squares(a, b, ROWS, RUN) * 0.001953125
+        mean = sum_of_squares(a, b, ROWS, RUN, EXACT) * 0.001953125
         factor = tl.math.div_rn(1.0, tl.math.sqrt_rn(mean + eps))
-        KEEPS_NAN: tl.constexpr = RECORD == "rows"
-        a = _normed(a, factor, weight_a, KEEPS_NAN, NATIVE)
-        b = _normed(b, factor, weight_b, KEEPS_NAN, NATIVE)
+        a = _normed(a, factor, weight_a, RECORD == "rows", NATIVE)
+        b = _normed(b, factor, weight_b, RECORD == "rows", NATIVE)
         if D_QK == 512 and HAS_TAIL:
-            tail = _normed(widened(tail, NATIVE), factor, weight_tail, True, NATIVE)
+            # What is rotated is rounded once more.
+            IS_LAST: tl.constexpr = KEEPS_NAN and not HAS_ROPE
+            tail = _normed(widened(tail, NATIVE), factor, weight_tail, IS_LAST, NATIVE)
             if IN_HALVES:
-                tail_end = _normed(widened(tail_end, NATIVE), factor, weight_end, True, NATIVE)
+                tail_end = _normed(widened(tail_end, NATIVE), factor, weight_end, IS_LAST, NATIVE)
     if HAS_ROPE:
         if IN_HALVES:
             tail, tail_end = rotate_pairs(
-                widened(tail, NATIVE), widened(tail_end, NATIVE), cos, sin, NATIVE
+                widened(tail, NATIVE), widened(tail_end, NATIVE), cos, sin, KEEPS_NAN, NATIVE
             )
         else:
             even, odd = tl.split(tl.reshape(widened(tail, NATIVE), (ROWS, 32, 2)))
-            even, odd = rotate_pairs(even, odd, cos, sin, NATIVE)
+            even, odd = rotate_pairs(even, odd, cos, sin, KEEPS_NAN, NATIVE)
             tail = tl.reshape(tl.join(even, odd), (ROWS, 64))
     if RECORD == "rows":
         _store(cache_ptr, data, bits_of(a, NATIVE), write, 256)
@@ -351,12 +355,14 @@ def launch_kv_cache_append(
     num_rows, d_qk = latent.shape
     flat = flat_records(cache, kv_format)
     num_slots = flat.shape[0] * flat.shape[1]
-    config = config or append_config(num_rows, flat.shape[1])
+    is_fp4 = kv_format.record in ("v41_fp4", "nvfp4_384")
+    config = config or append_config(num_rows, flat.shape[1], is_fp4=is_fp4)
     # An absent tensor is replaced by one that the kernel then does not touch.
     weight = latent if norm_weight is None else norm_weight
     table = latent if rope is None else rope.cos_sin_cache
     positions = slots if rope is None else rope.positions
     launches = Launches(cache.device)
+    overlaps = overlaps_launches(cache.device)
     launches.launch(
         _kv_cache_append_kernel,
         (triton.cdiv(num_rows, config.rows),),
@@ -387,9 +393,10 @@ def launch_kv_cache_append(
         TILE=config.tile,
         STEP=config.step,
         THREADS=32 * config.num_warps,
-        PINNED=config.pinned,
+        PDL=overlaps,
         num_warps=config.num_warps,
         **({"maxnreg": config.max_registers} if config.max_registers else {}),
         enable_fp_fusion=False,
+        launch_pdl=overlaps,
     )
     return launches

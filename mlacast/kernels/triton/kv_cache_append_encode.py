@@ -14,11 +14,12 @@ import triton
 import triton.language as tl
 
 from mlacast.kernels.common.fp8_casts import as_float32, from_e4m3, to_bf16_bits, to_fp8
-from mlacast.kernels.common.numbers import encode_e2m1_numbers, negative_zero
+from mlacast.kernels.common.numbers import encode_e2m1_numbers
 from mlacast.kernels.common.packed_bf16 import (
     bf16_to_e2m1,
     bf16_to_e4m3,
     larger_bf16,
+    paired_codes,
     reciprocal,
     widened,
 )
@@ -160,10 +161,54 @@ def _fp4_pairs(
 
 
 @triton.jit
-def _packed_fp4_pairs(x, inverse, zero, ROWS: tl.constexpr, C: tl.constexpr):
-    """E2M1 codes, two a byte (uint8 [ROWS, C / 2]), of bfloat16 bits times ``inverse``."""
-    low, high = tl.split(tl.reshape(x, (ROWS, C // 2, 2)))
-    return bf16_to_e2m1(low, high, inverse, zero)
+def _factors_of_pairs(decoded, finite, NVFP4: tl.constexpr):
+    """What ``bf16_to_e2m1`` takes of a scale ``decoded`` (float32) of a group."""
+    bits = decoded.to(tl.int32, bitcast=True)
+    mantissa = bits & 0x7FFFFF
+    # A group without a scale has codes of zeros, one that is not finite the largest.
+    counts = finite & (decoded != 0.0) if NVFP4 else finite
+    power = tl.where(counts, 0x4700 - ((bits >> 16) & 0x7F80), 0).to(tl.int16)
+    added = tl.where(finite, 0, 0x0E00).to(tl.int16)
+    signs = tl.where(counts, 8, 0).to(tl.uint8)
+    # Rounded to float16, what is left of a tie would be below it for one of eight mantissas.
+    above: tl.constexpr = 1.00006103515625
+    inverse = reciprocal((mantissa | 0x40000000).to(tl.float32, bitcast=True))
+    nudge = tl.zeros(bits.shape, tl.int16)
+    if NVFP4:
+        # The float32 reciprocal of 1.875 times a power of two is too large: what it makes of a
+        # number in the middle of two codes goes up, not to the even code, but for that in the
+        # middle of 0 and 0.5, where it is rounded away.
+        is_large = mantissa == 0x700000
+        inverse *= tl.where(is_large, 1.001953125, above)
+        nudge = tl.where(is_large, -0x7600, 0).to(tl.int16)
+    else:
+        inverse *= above
+    return power, added, inverse.to(tl.float16).to(tl.int16, bitcast=True), nudge, signs
+
+
+@triton.jit
+def _packed_fp4_pairs(
+    x,
+    power,
+    added,
+    inverse,
+    nudge,
+    signs,
+    ROWS: tl.constexpr,
+    C: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """E2M1 codes, two a byte (uint8 [ROWS, C / 2]), of bfloat16 bits; the rest is of groups."""
+    codes = bf16_to_e2m1(
+        x,
+        _per_column(power, ROWS, GROUPS, C),
+        _per_column(added, ROWS, GROUPS, C),
+        _per_column(inverse, ROWS, GROUPS, C),
+        _per_column(nudge, ROWS, GROUPS, C),
+        _per_column(signs, ROWS, GROUPS, C),
+    )
+    low, high = tl.split(tl.reshape(codes, (ROWS, C // 2, 2)))
+    return paired_codes(low, high)
 
 
 @triton.jit
@@ -188,24 +233,10 @@ def encode_fp4(
     scales = to_fp8(tl.where(finite, ratio, 0.0), False, NATIVE)
     decoded = from_e4m3(scales, NATIVE)
     if PACKED:
-        # Codes are what float16 of 2**-14 times a quotient has above its last nine bits.
-        inverse = reciprocal(decoded) * 6.103515625e-05
-        zero = negative_zero()
-        if NVFP4:
-            # The float32 reciprocal of 1.875 times a power of two is too large: what it makes of a
-            # number in the middle of two codes goes up, not to the even code.
-            wide = scales.to(tl.int32)
-            inverse *= tl.where(((wide & 7) == 7) & (wide > 7), 1.0009765625, 1.0)
-            inverse = tl.where(wide == 0, 0.0, inverse)
-            # What is added to a product: -0.0 leaves its sign, 0.0 takes it from a zero.
-            zero = tl.where(wide == 0, 0.0, negative_zero())
-            zero = _per_column(zero, ROWS, GROUPS, C // 2)
-        # A product that is NaN becomes the largest code.
-        inverse = tl.where(finite, inverse, float("nan"))
-        inverse = _per_column(inverse, ROWS, GROUPS, C // 2)
-        codes = _packed_fp4_pairs(a, inverse, zero, ROWS, C)
+        power, added, inverse, nudge, signs = _factors_of_pairs(decoded, finite, NVFP4)
+        codes = _packed_fp4_pairs(a, power, added, inverse, nudge, signs, ROWS, C, GROUPS)
         if b is not None:
-            other = _packed_fp4_pairs(b, inverse, zero, ROWS, C)
+            other = _packed_fp4_pairs(b, power, added, inverse, nudge, signs, ROWS, C, GROUPS)
             codes = _merged(codes, other, ROWS, C // 2, 4)
     else:
         # What becomes of the bytes of a group whose elements do not matter.
@@ -254,20 +285,41 @@ def _sum_of_neighbours(x, ROWS: tl.constexpr, N: tl.constexpr, LEVELS: tl.conste
 
 
 @triton.jit
-def sum_of_squares(a, b, ROWS: tl.constexpr, RUN: tl.constexpr):
+def _squares(x, ROWS: tl.constexpr, N: tl.constexpr, EXACT: tl.constexpr):
+    """Sums of the squares of two neighbours each of [ROWS, N]."""
+    if EXACT:
+        one, other = tl.split(tl.reshape(x, (ROWS, N // 2, 2)))
+        # No product is rounded: the same sum, in an instruction less.
+        return tl.fma(one, one, other * other)
+    else:
+        return tl.sum(tl.reshape(x * x, (ROWS, N // 2, 2)), 2)
+
+
+@triton.jit
+def sum_of_squares(a, b, ROWS: tl.constexpr, RUN: tl.constexpr, EXACT: tl.constexpr):
     """Sum over the squares of 512 columns, RUN (8 or 256) of ``a`` and ``b`` [ROWS, 256] in turn.
 
-    float32 [ROWS], neighbours first: the same additions on every device.
+    float32 [ROWS], neighbours first: the same additions on every device. EXACT: squares are numbers
+    of float32.
     """
-    IN_RUN: tl.constexpr = 3 if RUN == 8 else 8
-    left = _sum_of_neighbours(a * a, ROWS, 256, IN_RUN)
-    right = _sum_of_neighbours(b * b, ROWS, 256, IN_RUN)
-    total = _sum_of_neighbours(left + right, ROWS, 256 // RUN, 8 - IN_RUN)
+    IN_RUN: tl.constexpr = 2 if RUN == 8 else 7
+    left = _sum_of_neighbours(_squares(a, ROWS, 256, EXACT), ROWS, 128, IN_RUN)
+    right = _sum_of_neighbours(_squares(b, ROWS, 256, EXACT), ROWS, 128, IN_RUN)
+    total = _sum_of_neighbours(left + right, ROWS, 256 // RUN, 7 - IN_RUN)
     return tl.reshape(total, (ROWS,))
 
 
 @triton.jit
-def rotate_pairs(first, second, cos, sin, NATIVE: tl.constexpr):
+def to_bfloat16(x, KEEPS_NAN: tl.constexpr, NATIVE: tl.constexpr):
+    """float32 -> bfloat16 bits (int16); which bits a NaN has matters with KEEPS_NAN only."""
+    if NATIVE and not KEEPS_NAN:
+        return x.to(tl.bfloat16).to(tl.int16, bitcast=True)
+    else:
+        return to_bf16_bits(x, NATIVE)
+
+
+@triton.jit
+def rotate_pairs(first, second, cos, sin, KEEPS_NAN: tl.constexpr, NATIVE: tl.constexpr):
     """Rotate pairs by ``cos``, ``sin``, float32 of one shape: bfloat16 bits (int16) of both."""
-    rotated = to_bf16_bits(first * cos - second * sin, NATIVE)
-    return rotated, to_bf16_bits(second * cos + first * sin, NATIVE)
+    rotated = to_bfloat16(first * cos - second * sin, KEEPS_NAN, NATIVE)
+    return rotated, to_bfloat16(second * cos + first * sin, KEEPS_NAN, NATIVE)

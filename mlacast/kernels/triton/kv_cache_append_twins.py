@@ -14,30 +14,36 @@ import triton.language as tl
 
 
 @triton.jit
-def load_slots(slots_ptr, stride_slots, row, exists):
-    """Slots of rows as int64, -1 where there is none."""
-    slot = tl.load(slots_ptr + row.to(tl.int64) * stride_slots, mask=exists, other=-1)
-    return slot.to(tl.int64)
+def load_slots(slots_ptr, stride_slots, row, num_slots):
+    """Slots of rows as int32, -1 where there is none in the cache."""
+    slot = tl.load(slots_ptr + row.to(tl.int64) * stride_slots)
+    # Negative ones are large without a sign.
+    if slot.dtype == tl.int64:
+        inside = slot.to(tl.uint64, bitcast=True) < num_slots.to(tl.uint64)
+    else:
+        inside = slot.to(tl.uint32, bitcast=True) < num_slots.to(tl.uint32)
+    return tl.where(inside, slot.to(tl.int32), -1)
 
 
 @triton.jit
-def _load_own(slots_ptr, stride_slots, row, exists, num_slots):
-    """Slots of rows as int32, -1 where there is none in the cache."""
-    slot = load_slots(slots_ptr, stride_slots, row, exists)
-    return tl.where((slot >= 0) & (slot < num_slots), slot, -1).to(tl.int32)
+def load_rest(slots_ptr, stride_slots, first, TILE: tl.constexpr):
+    """Low halves of the slots before ``first`` that fill no tile [TILE], then -1."""
+    row = first // TILE * TILE + tl.arange(0, TILE)
+    slot = tl.load(slots_ptr + row.to(tl.int64) * stride_slots, mask=row < first, other=-1)
+    return slot.to(tl.int32)
 
 
 @triton.jit
 def _distance(slot, low):
-    """How far the low half of ``slot`` is above ``low``, unsigned: large if below."""
-    return (slot.to(tl.int32) - low).to(tl.uint32, bitcast=True)
+    """How far ``slot`` is above ``low``, unsigned: large if below."""
+    return (slot - low).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def _of_thread(x, TILE: tl.constexpr, THREADS: tl.constexpr):
-    """The least of what each thread has of ``x`` [TILE], without asking other threads."""
+def _nearest(slot, low, TILE: tl.constexpr, THREADS: tl.constexpr):
+    """The least distance of what each thread has of ``slot`` [TILE], without asking others."""
     MANY: tl.constexpr = TILE // THREADS if TILE > THREADS else 1
-    return tl.min(tl.reshape(x, (MANY, TILE // MANY)), 0)
+    return tl.min(tl.reshape(_distance(slot, low), (MANY, TILE // MANY)), 0)
 
 
 @triton.jit
@@ -45,62 +51,65 @@ def _may_have_twins(
     slots_ptr,
     stride_slots,
     first,
-    slot,
-    valid,
+    own,
     near,
+    last_row,
     num_slots,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     THREADS: tl.constexpr,
 ):
-    """Not 0 unless the valid slots of rows ``first``.. differ from each other and earlier ones.
+    """Not 0 unless the slots ``own`` of rows ``first``.. differ from each other and earlier ones.
 
-    ``near`` are the last of the slots before ``first``, those that fill no tile, and -1: a tile is
-    on its way while the one before it is looked at.
+    ``near`` is what ``load_rest`` gives: a tile is on its way while the one before it is looked at.
     """
     row = tl.arange(0, ROWS)
     # Rows that cross into the next page are two runs of neighbours, those from the first slot on
     # and the rest: no slot is in both. No cache has a slot 2**31 - 1.
-    base = _load_own(slots_ptr, stride_slots, first, True, num_slots)
+    base = load_slots(slots_ptr, stride_slots, first, num_slots)
     base = tl.where(base < 0, 0x7FFFFFFF, base)
-    own = tl.where(valid, slot, -1).to(tl.int32)
-    before = _load_own(slots_ptr, stride_slots, first + row - 1, row > 0, num_slots)
+    behind = tl.minimum(tl.maximum(first + row - 1, 0), last_row)
+    before = load_slots(slots_ptr, stride_slots, behind, num_slots)
     in_first = _distance(own, base) < ROWS
     before_in_first = _distance(before, base) < ROWS
     # All differ if both runs rise, one after the other.
     rises = (before >= 0) & (own > before) & (in_first == before_in_first)
-    follows = (row == 0) | rises | (before_in_first & (own >= 0) & (in_first == 0))
+    follows = (row == 0) | rises | (before_in_first & (in_first == 0))
     span = tl.max(tl.where(in_first, own - base, 0)).to(tl.uint32)
     rest = tl.where(in_first, -1, own)
     next_low = tl.min(tl.where(rest < 0, 0x7FFFFFFF, rest))
     next_span = _distance(tl.maximum(tl.max(rest), next_low), next_low)
-    nearest = tl.full((TILE,), 0xFFFFFFFF, tl.uint32)
+    nearest = tl.full((min(TILE, THREADS),), 0xFFFFFFFF, tl.uint32)
     next_nearest = nearest
     for start in range(0, first // TILE):
-        ahead = tl.load(slots_ptr + (start * TILE + tl.arange(0, TILE)).to(tl.int64) * stride_slots)
-        nearest = tl.minimum(nearest, _distance(near, base))
-        next_nearest = tl.minimum(next_nearest, _distance(near, next_low))
-        near = ahead.to(tl.int64)
-    nearest = _of_thread(tl.minimum(nearest, _distance(near, base)), TILE, THREADS)
-    next_nearest = _of_thread(tl.minimum(next_nearest, _distance(near, next_low)), TILE, THREADS)
+        at = start * TILE + tl.arange(0, TILE)
+        ahead = tl.load(slots_ptr + at.to(tl.int64) * stride_slots).to(tl.int32)
+        nearest = tl.minimum(nearest, _nearest(near, base, TILE, THREADS))
+        next_nearest = tl.minimum(next_nearest, _nearest(near, next_low, TILE, THREADS))
+        near = ahead
+    nearest = tl.minimum(nearest, _nearest(near, base, TILE, THREADS))
+    next_nearest = tl.minimum(next_nearest, _nearest(near, next_low, TILE, THREADS))
     meets = (nearest <= span) | (next_nearest <= next_span)
-    doubtful = tl.max(tl.where(follows, 0, valid.to(tl.int32)))
+    doubtful = tl.max(tl.where((own < 0) | follows, 0, 1))
     return tl.max(meets.to(tl.int32)) | doubtful
 
 
 @triton.jit
-def _twins(slots_ptr, stride_slots, first, num_rows, ROWS: tl.constexpr, STEP: tl.constexpr):
+def _twins(
+    slots_ptr, stride_slots, first, last_row, num_slots, ROWS: tl.constexpr, STEP: tl.constexpr
+):
     """A bit for each of rows ``first``.. [ROWS] whose slot a lower row names too."""
     row = tl.arange(0, ROWS)
-    slot = load_slots(slots_ptr, stride_slots, first + row, first + row < num_rows)
-    other = load_slots(slots_ptr, stride_slots, first + row, first + row < num_rows)
-    same = (slot[:, None] == other[None, :]) & (row[None, :] < row[:, None])
+    at = tl.minimum(first + row, last_row)
+    own = load_slots(slots_ptr, stride_slots, at, num_slots)
+    other = load_slots(slots_ptr, stride_slots, at, num_slots)
+    same = (own[:, None] == other[None, :]) & (row[None, :] < row[:, None])
     found = tl.zeros((ROWS, STEP), tl.int32)
     for start in range(0, first, STEP):
-        at = start + tl.arange(0, STEP)
-        near = load_slots(slots_ptr, stride_slots, at, at < first)
-        found |= (slot[:, None] == near[None, :]).to(tl.int32)
-    twin = (tl.max(found, 1) | tl.max(same.to(tl.int32), 1)).to(tl.int64)
+        earlier = start + tl.arange(0, STEP)
+        near = load_slots(slots_ptr, stride_slots, tl.minimum(earlier, last_row), num_slots)
+        found |= ((own[:, None] == near[None, :]) & (earlier < first)[None, :]).to(tl.int32)
+    twin = tl.max(found, 1) | tl.max(same.to(tl.int32), 1)
     return tl.sum(twin << row)
 
 
@@ -109,24 +118,23 @@ def has_lower_twin(
     slots_ptr,
     stride_slots,
     first,
-    slot,
-    valid,
-    num_rows,
+    own,
     near,
+    last_row,
     num_slots,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     STEP: tl.constexpr,
     THREADS: tl.constexpr,
 ):
-    """1 where a lower row names the same slot, else 0, for rows ``first``.. [ROWS]."""
+    """1 where a lower row names the same slot, else 0, for rows ``first``.. [ROWS], 32 at most."""
     if TILE == 0:
-        bits = _twins(slots_ptr, stride_slots, first, num_rows, ROWS, STEP)
+        bits = _twins(slots_ptr, stride_slots, first, last_row, num_slots, ROWS, STEP)
     else:
-        bits = first.to(tl.int64) * 0
+        bits = first * 0
         doubtful = _may_have_twins(
-            slots_ptr, stride_slots, first, slot, valid, near, num_slots, ROWS, TILE, THREADS
+            slots_ptr, stride_slots, first, own, near, last_row, num_slots, ROWS, TILE, THREADS
         )
         if doubtful != 0:
-            bits = _twins(slots_ptr, stride_slots, first, num_rows, ROWS, STEP)
+            bits = _twins(slots_ptr, stride_slots, first, last_row, num_slots, ROWS, STEP)
     return (bits >> tl.arange(0, ROWS)) & 1

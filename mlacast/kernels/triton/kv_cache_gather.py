@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from mlacast.descriptors.kv_format import KvFormat
+from mlacast.kernels.common.dependents import after_previous_kernel, overlaps_launches
 from mlacast.kernels.common.fp8_casts import from_e4m3, has_fp8_casts, to_bf16_bits
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.numbers import decode_ue8m0
@@ -79,11 +80,13 @@ def _kv_cache_gather_kernel(
     D_QK: tl.constexpr,
     NATIVE: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Read ROWS slots. Grid: (ceil(num_rows / ROWS),)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     exists = row < num_rows
     row = row.to(tl.int64)
+    after_previous_kernel(PDL)
     slot = tl.load(slots_ptr + row * stride_slots, mask=exists, other=-1).to(tl.int64)
     valid = exists & (slot >= 0) & (slot < num_slots)
     data, scale = record_places(
@@ -145,6 +148,7 @@ def launch_kv_cache_gather(
     flat = flat_records(cache, kv_format)
     num_slots = flat.shape[0] * flat.shape[1]
     config = config or gather_config()
+    overlaps = overlaps_launches(cache.device)
     launches.launch(
         _kv_cache_gather_kernel,
         (triton.cdiv(num_rows, config.rows),),
@@ -160,7 +164,9 @@ def launch_kv_cache_gather(
         **record_constants(kv_format, d_qk, num_slots),
         NATIVE=has_fp8_casts(cache.device),
         ROWS=config.rows,
+        PDL=overlaps,
         num_warps=config.num_warps,
         enable_fp_fusion=False,
+        launch_pdl=overlaps,
     )
     return launches

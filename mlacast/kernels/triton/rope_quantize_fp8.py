@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from mlacast.kernels.common.dependents import after_previous_kernel, overlaps_launches
 from mlacast.kernels.common.fp8_casts import as_bits, as_float32, has_fp8_casts, to_fp8
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.config.caches import RopeConfig, rope_quantize_config
@@ -29,10 +30,14 @@ _UNALIGNED = ["positions_ptr", "entries_ptr", "starts_ptr", "requests_ptr", "pla
 
 @triton.jit
 def _token_and_head(block, HEADS: tl.constexpr, num_tokens, ROWS: tl.constexpr):
-    """Rows ``block * ROWS``.. of [num_tokens, HEADS]: token, head, exists. Divides no int64."""
+    """Rows ``block * ROWS``.. of [num_tokens, HEADS]: token, head, exists. Divides no int64.
+
+    Products with a stride multiply int64 of these: one multiplication of 32 bits by 32.
+    """
     within = (block % HEADS) * ROWS + tl.arange(0, ROWS)
-    token = (block // HEADS).to(tl.int64) * ROWS + within // HEADS
-    return token, within % HEADS, token < num_tokens
+    token = (block // HEADS) * ROWS + within // HEADS
+    exists = token < num_tokens
+    return token.to(tl.int64), (within % HEADS).to(tl.int64), exists
 
 
 @triton.jit
@@ -182,20 +187,21 @@ def _quantize_queries(
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     PINNED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Quantise rows ``block * ROWS``.. of the queries: R rotated columns and N others."""
     token, head, exists = _token_and_head(block, HEADS, num_tokens, ROWS)
-    head = head.to(tl.int64)
+    plain_row = token * stride_q_nope_token + head * stride_q_nope_head
+    row = token * stride_q_rope_token + head * stride_q_rope_head
+    after_previous_kernel(PDL)
     if PAGED:
         exists = exists & (tl.load(requests_ptr + token, mask=exists, other=-1) >= 0)
     position = tl.load(positions_ptr + token * stride_positions, mask=exists, other=0)
     if N > 0:
-        row = token * stride_q_nope_token + head * stride_q_nope_head
-        plain = _load_rows(q_nope_ptr, row, exists, N, BLOCK_N)
-    row = token * stride_q_rope_token + head * stride_q_rope_head
+        plain = _load_rows(q_nope_ptr, plain_row, exists, N, BLOCK_N)
     first, second = _load_pairs(q_rope_ptr, row, exists, R, BLOCK_PAIRS, HALF_PAIRING)
     # Where the angles are depends on a load, the position. The columns leave before they come; with
-    # PINNED the compiler does not ask for columns after the first use of a position.
+    # PINNED the compiler does not ask for columns behind them.
     if PINNED:
         tl.debug_barrier()
     angles = tl.minimum(tl.maximum(position.to(tl.int64), 0), table_rows - 1) * stride_table
@@ -288,11 +294,23 @@ def _rope_quantize_fp8_kernel(
     KV_HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     PINNED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Quantise ROWS (token, head) rows. Grid: (query blocks + key blocks + value blocks,).
 
     Not paged, ``..._out_token`` are the strides of tokens and those of pages are not used.
     """
+    # Without a sign, a product with one is a multiplication of 32 bits by 32.
+    tl.assume(stride_q_rope_token >= 0)
+    tl.assume(stride_q_rope_head >= 0)
+    tl.assume(stride_q_nope_token >= 0)
+    tl.assume(stride_q_nope_head >= 0)
+    tl.assume(stride_q_rope_out_token >= 0)
+    tl.assume(stride_q_rope_out_head >= 0)
+    tl.assume(stride_q_nope_out_token >= 0)
+    tl.assume(stride_q_nope_out_head >= 0)
+    tl.assume(stride_table >= 0)
+    tl.assume(stride_positions >= 0)
     program = tl.program_id(0)
     if program < q_blocks:
         _quantize_queries(
@@ -328,13 +346,14 @@ def _rope_quantize_fp8_kernel(
             Q_HEADS,
             ROWS,
             PINNED,
+            PDL,
         )
     else:
         block = program - q_blocks
         is_value = block >= k_blocks
         block = tl.where(is_value, block - k_blocks, block)
         token, head, exists = _token_and_head(block, KV_HEADS, num_tokens, ROWS)
-        head = head.to(tl.int64)
+        after_previous_kernel(PDL)
         page, place = token * 0, token
         if PAGED:
             page, place, exists = _page_and_offset(
@@ -433,6 +452,7 @@ def launch_rope_quantize_fp8(
     inputs = [launches.inside(x, as_bits(x)) for x in (q_rope, q_nope, k_rope, k_nope, value)]
     outputs = [q_rope_out, q_nope_out, k_rope_out, k_nope_out, value_out]
     config = config or rope_quantize_config(num_tokens * q_heads)
+    overlaps = overlaps_launches(q_rope.device)
     q_blocks = triton.cdiv(num_tokens * q_heads, config.rows)
     k_blocks = triton.cdiv(num_tokens * kv_heads, config.rows)
     widths = {"Q": q_nope.shape[2], "K": k_nope.shape[2], "V": value_width}
@@ -475,7 +495,9 @@ def launch_rope_quantize_fp8(
         KV_HEADS=kv_heads,
         ROWS=config.rows,
         PINNED=config.pinned,
+        PDL=overlaps,
         num_warps=config.num_warps,
         enable_fp_fusion=False,
+        launch_pdl=overlaps,
     )
     return launches
