@@ -142,8 +142,11 @@ def _compile(configuration: Configuration) -> Any:
             kind, group, 16384, False, 1e-10, 256 if configuration.kind == "nvfp4" else 0
         ),
         "NATIVE": configuration.capability >= 89,
+        "PDL": configuration.capability >= 90,
         **configuration.constants,
     }
+    if configuration.kernel is PREFILL:
+        del constants["PDL"]
     types = {**TYPES, "data_ptr": codes, "sf_ptr": scales}
     if configuration.kind == "bf16":
         types["scale_ptr"] = "*bf16"
