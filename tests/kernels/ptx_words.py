@@ -1,8 +1,8 @@
 """Straight programs of PTX on words, run by NumPy: what the instructions of a kernel give.
 
-Only the instructions of ``mlacast.kernels.common.packed_bf16`` and of the Hopper decode kernel's
-records, written from their description in NVIDIA's PTX ISA. A program sees $0, $1.. and its
-registers as arrays of uint32.
+Only the instructions of ``mlacast.kernels.common.packed_bf16``, ``e2m1_casts`` and of the Hopper
+decode kernel's records, written from their description in NVIDIA's PTX ISA. A program sees $0, $1..
+and its registers as arrays of uint32.
 """
 
 from __future__ import annotations
@@ -127,9 +127,27 @@ def _prmt(a: Words, b: Words, selector: Words) -> Words:
 
 
 def _lop3(a: Words, b: Words, c: Words, table: Words) -> Words:
-    assert int(table.flat[0]) == 0xEA, "(a & b) | c"
-    out: Words = (a & b) | c
+    number = int(table.flat[0])
+    assert number in (0xEA, 0xF8), "(a & b) | c, a | (b & c)"
+    out: Words = (a & b) | c if number == 0xEA else a | (b & c)
     return out
+
+
+def _float32(operation: Callable[..., NDArray[np.float32]]) -> Callable[..., Words]:
+    """Rounded once, as NumPy rounds."""
+
+    def run(*operands: Words) -> Words:
+        with np.errstate(over="ignore", invalid="ignore"):
+            words: Words = operation(*(_floats(words) for words in operands)).view(np.uint32)
+            return words
+
+    return run
+
+
+def _product_of_f16(a: Words, b: Words) -> Words:
+    x, y = (words.astype(np.uint16).view(np.float16).astype(np.float64) for words in (a, b))
+    words: Words = (x * y).astype(np.float16).view(np.uint16).astype(np.uint32)
+    return words
 
 
 _OPERATIONS: dict[str, Callable[..., Words]] = {
@@ -141,6 +159,17 @@ _OPERATIONS: dict[str, Callable[..., Words]] = {
     "fma.rn.f16x2": _by_half(_fma_f16),
     "fma.rn.sat.f16x2": _by_half(_fma_sat_f16),
     "add.rn.f16x2": _by_half(lambda x, y: _fma_f16(x, np.full_like(x, 0x3C00), y)),
+    "min.xorsign.abs.f16x2": _by_half(_min_f16),
+    "mul.rn.f16x2": _by_half(_product_of_f16),
+    "fma.rn.f32": _fma,
+    "abs.f32": lambda x: x & np.uint32(0x7FFFFFFF),
+    "mul.rn.f32": _float32(np.multiply),
+    "add.rn.f32": _float32(np.add),
+    "sub.rn.f32": _float32(np.subtract),
+    # The number, where one of two is none.
+    "min.f32": _float32(np.fmin),
+    "max.f32": _float32(np.fmax),
+    "cvt.rn.f16x2.f32": _to_f16x2,
     "cvt.rn.satfinite.e4m3x2.f32": _to_e4m3x2,
     "min.u16x2": _by_half(np.minimum),
     "prmt.b32": _prmt,
@@ -165,6 +194,8 @@ def run(program: str, outputs: int, inputs: list[Words]) -> list[Words]:
             low, high = (values[part.strip()] for part in name[1:-1].split(","))
             both: Words = low | (high << np.uint32(16))
             return both
+        if name.startswith("0f"):
+            return np.full_like(inputs[0], int(name[2:], 16))
         is_number = name[0].isdigit()
         return np.full_like(inputs[0], int(name, 0)) if is_number else values[name]
 

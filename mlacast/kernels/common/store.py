@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from mlacast.kernels.common.fp8_casts import to_fp8
-from mlacast.kernels.common.numbers import encode_e2m1_numbers, encode_e4m3, encode_ue8m0
+from mlacast.kernels.common.e2m1_casts import to_e2m1_pairs
+from mlacast.kernels.common.fp8_casts import from_e4m3, to_fp8
+from mlacast.kernels.common.numbers import encode_e2m1_numbers, encode_ue8m0
 
 # Kinds of output, the compile-time part of an OutFormat.
 BF16 = tl.constexpr(0)
@@ -126,33 +127,57 @@ def _store_scales(target, row, group, index, values, mask, OUTPUT: tl.constexpr)
 
 
 @triton.jit
-def _largest(grouped):
-    """Largest magnitude [ROWS, blocks] of ``grouped`` [ROWS, blocks, GROUP], and where it is NaN.
-
-    By maxima of float32 alone: those of integers came out as zero where the numbers are those of a
-    matrix product (triton 3.6.0, sm_90).
-    """
-    is_nan = grouped != grouped
-    amax = tl.max(tl.where(is_nan, 0.0, tl.abs(grouped)), 2)
-    return amax, tl.max(tl.where(is_nan, 1.0, 0.0), 2) != 0.0
+def _larger_or_nan(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _nvfp4_codes(grouped, global_scale):
-    """e2m1 codes like ``grouped`` [ROWS, blocks, 16] and scale bytes [ROWS, blocks], both int32."""
-    amax, has_nan = _largest(grouped)
+def _largest(grouped, NATIVE: tl.constexpr):
+    """Largest magnitude [ROWS, blocks] of ``grouped`` [ROWS, blocks, GROUP], and where it is NaN.
+
+    There the magnitude may be any. By maxima of float32 alone: those of integers came out as zero
+    where the numbers are those of a matrix product (triton 3.6.0, sm_90).
+    """
+    if NATIVE:
+        amax = tl.reduce(tl.abs(grouped), 2, _larger_or_nan)
+        return amax, amax != amax
+    else:
+        is_nan = grouped != grouped
+        amax = tl.max(tl.where(is_nan, 0.0, tl.abs(grouped)), 2)
+        return amax, tl.max(tl.where(is_nan, 1.0, 0.0), 2) != 0.0
+
+
+@triton.jit
+def _nvfp4_pairs(out, global_scale, NATIVE: tl.constexpr):
+    """Bytes of two e2m1 codes [ROWS, WIDTH / 2] of ``out`` [ROWS, WIDTH], and scales (uint8).
+
+    One scale byte for 16 elements, [ROWS, WIDTH / 16].
+    """
+    ROWS: tl.constexpr = out.shape[0]
+    WIDTH: tl.constexpr = out.shape[1]
+    grouped = tl.reshape(out, (ROWS, WIDTH // 16, 16))
+    amax, has_nan = _largest(grouped, NATIVE)
     wanted = tl.minimum(global_scale * tl.math.div_rn(amax, 6.0), 448.0)
-    sf = tl.where(has_nan, 0x7F, encode_e4m3(wanted))
-    # The codes match the stored scale, so the multiplier comes from its decoded value.
-    sf16 = (sf.to(tl.uint16) << 7).to(tl.float16, bitcast=True)
-    decoded = sf16.to(tl.float32) * 256.0
-    multiplier = tl.where(
-        sf == 0, 0.0, tl.math.div_rn(global_scale, tl.where(sf == 0, 1.0, decoded))
-    )
-    codes = encode_e2m1_numbers(grouped * tl.expand_dims(multiplier, 2))
+    sf = tl.where(has_nan, 0x7F, to_fp8(wanted, False, NATIVE)).to(tl.uint8)
     # A block under the scale 0 has codes 0, one with a NaN has codes 7.
-    kept = tl.where(has_nan | (sf == 0), 0, 0xF)
-    return (codes & tl.expand_dims(kept, 2)) | tl.expand_dims(tl.where(has_nan, 0x7, 0), 2), sf
+    counts = (sf != 0) & (has_nan == 0)
+    # The codes match the stored scale, so the multiplier comes from its decoded value.
+    decoded = from_e4m3(tl.where(counts, sf, 0x38).to(tl.uint8), NATIVE)
+    multiplier = tl.math.div_rn(global_scale, decoded)
+    if NATIVE:
+        multiplier = tl.where(counts, multiplier, tl.where(has_nan, float("nan"), 0.0))
+        kept = tl.where(counts, -0x80000000, 0)
+        low, high = tl.split(tl.reshape(out, (ROWS, WIDTH // 16, 8, 2)))
+        factor = tl.broadcast_to(tl.expand_dims(multiplier, 2), low.shape)
+        kept = tl.broadcast_to(tl.expand_dims(kept, 2), low.shape)
+        pairs = to_e2m1_pairs(low, high, factor, kept)
+        return tl.reshape(pairs, (ROWS, WIDTH // 2)), sf
+    else:
+        codes = encode_e2m1_numbers(grouped * tl.expand_dims(multiplier, 2))
+        kept = tl.expand_dims(tl.where(counts, 0xF, 0), 2)
+        codes = (codes & kept) | tl.expand_dims(tl.where(has_nan, 0x7, 0), 2)
+        low, high = tl.split(tl.reshape(codes, (ROWS, WIDTH // 2, 2)))
+        return (low | (high << 4)).to(tl.uint8), sf
 
 
 @triton.jit
@@ -178,7 +203,7 @@ def _fp8_codes(grouped, KIND: tl.constexpr, AMAX_FLOOR: tl.constexpr, NATIVE: tl
 
     The scales are float32, or exponents (int32) for packed bytes.
     """
-    amax, has_nan = _largest(grouped)
+    amax, has_nan = _largest(grouped, NATIVE)
     floored = tl.maximum(amax, AMAX_FLOOR)
     if KIND == FP8_FLOAT32:
         floored = tl.minimum(floored, 3.4028234663852886e38)
@@ -241,18 +266,16 @@ def store_rows(
         tl.store(data + position, to_fp8(out * inverse, False, NATIVE), mask=mask & columns)
     else:
         BLOCKS: tl.constexpr = WIDTH // GROUP
-        grouped = tl.reshape(out, (ROWS, BLOCKS, GROUP))
         if KIND == NVFP4:
-            codes, scales = _nvfp4_codes(grouped, tl.load(target.scale_ptr))
-            low, high = tl.split(tl.reshape(codes, (ROWS, WIDTH // 2, 2)))
+            pairs, scales = _nvfp4_pairs(out, tl.load(target.scale_ptr), NATIVE)
             # Bytes of two codes are numbered like the codes of heads half as wide.
             d = first // 2 + tl.arange(0, WIDTH // 2)[None, :]
             columns = head * (D // 2) + d < FEATURES // 2 if FEATURES else d >= 0
             group, position = _positions(head, d, F // 2, False, D // 2)
             data = _group_ptr(target, row, group)
-            pairs = (low | (high << 4)).to(tl.uint8)
             tl.store(data + position, pairs, mask=mask & columns)
         else:
+            grouped = tl.reshape(out, (ROWS, BLOCKS, GROUP))
             codes, scales = _fp8_codes(grouped, KIND, OUTPUT.amax_floor, NATIVE)
             tl.store(data + position, tl.reshape(codes, (ROWS, WIDTH)), mask=mask & columns)
         block = first // GROUP + tl.arange(0, BLOCKS)[None, :]

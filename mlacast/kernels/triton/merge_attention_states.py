@@ -10,9 +10,11 @@ import triton
 import triton.language as tl
 
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
+from mlacast.kernels.common.dependents import after_previous_kernel, overlaps_launches
 from mlacast.kernels.common.fp8_casts import has_fp8_casts
 from mlacast.kernels.common.launch import Launches
-from mlacast.kernels.common.store import Padding, Target, store_rows
+from mlacast.kernels.common.packed_bf16 import widened
+from mlacast.kernels.common.store import NVFP4, Padding, Target, store_rows
 from mlacast.kernels.common.targets import StoreTarget, store_target
 from mlacast.kernels.config.output import OutputConfig
 
@@ -56,11 +58,40 @@ def _load_lse(ptr, stride_token, stride_head, token, head, mask):
 
 
 @triton.jit
-def _load_out(ptr, stride_token, stride_head, token, head, dim, lse, mask):
-    """Output of a part in float32; where it is empty it is not read, and 0."""
+def _load_out(
+    ptr,
+    stride_token,
+    stride_head,
+    token,
+    head,
+    dim,
+    lse,
+    mask,
+    BY_16: tl.constexpr,
+    WIDTH: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Output of a part in float32 [rows, WIDTH]; where it is empty it is not read, and 0.
+
+    BY_16: a row has one head, whose dimensions from ``dim`` [rows, 1] on it holds. Loaded as twice
+    eight, so that the 16 elements of a scale lie in one thread. Else elements have a ``dim`` each.
+    """
     offsets = token * stride_token + head.to(tl.int64) * stride_head + dim
     live = mask & (lse != -float("inf"))
-    return tl.load(ptr + offsets, mask=live, other=0.0).to(tl.float32)
+    if BY_16:
+        # Pieces come first: of dimensions that are not contiguous threads go along the first.
+        element = tl.arange(0, WIDTH // 16)[:, None, None] * 16 + tl.arange(0, 8)[None, None, :]
+        places = tl.expand_dims(ptr + offsets, 0) + element
+        live = tl.expand_dims(live, 0)
+        low = tl.load(places, mask=live, other=0.0)
+        both = tl.join(low, tl.load(places + 8, mask=live, other=0.0))
+        loaded = tl.reshape(tl.permute(both, (1, 0, 3, 2)), (offsets.shape[0], WIDTH))
+    else:
+        loaded = tl.load(ptr + offsets, mask=live, other=0.0)
+    if NATIVE and loaded.dtype == tl.bfloat16:
+        return widened(loaded.to(tl.int16, bitcast=True), NATIVE)
+    else:
+        return loaded.to(tl.float32)
 
 
 @triton.jit
@@ -120,6 +151,7 @@ def _merge_attention_states_kernel(
     BLOCK_B: tl.constexpr,
     WIDTH: tl.constexpr,
     NATIVE: tl.constexpr,
+    PDL: tl.constexpr,
     OUTPUT: tl.constexpr,
 ):
     """BLOCK_T tokens by BLOCK_B blocks of WIDTH features.
@@ -131,6 +163,8 @@ def _merge_attention_states_kernel(
     """
     ROWS: tl.constexpr = BLOCK_T * BLOCK_B
     WHOLE_ROWS: tl.constexpr = D % WIDTH == 0
+    BY_16: tl.constexpr = WHOLE_ROWS and OUTPUT.kind == NVFP4
+    after_previous_kernel(PDL)
     columns = tl.cdiv(num_blocks, BLOCK_B)
     first_token = (tl.program_id(0) // columns) * BLOCK_T
     lane = tl.arange(0, ROWS)[:, None]
@@ -142,7 +176,9 @@ def _merge_attention_states_kernel(
     element = tl.arange(0, WIDTH)[None, :]
     if WHOLE_ROWS:
         head = block // (D // WIDTH)
-        dim = (block % (D // WIDTH)) * WIDTH + element
+        dim = (block % (D // WIDTH)) * WIDTH
+        if not BY_16:
+            dim += element
         mask = in_range
         is_first = in_range & (block % (D // WIDTH) == 0)
     else:
@@ -183,18 +219,66 @@ def _merge_attention_states_kernel(
 
     # A lone live part has the weight 1 and comes back as it is.
     inverse = tl.math.div_rn(1.0, tl.where(is_empty, 1.0, total))
-    x = _load_out(out0_ptr, stride_token_out0, stride_head_out0, token, head, dim, lse0, mask)
+    x = _load_out(
+        out0_ptr,
+        stride_token_out0,
+        stride_head_out0,
+        token,
+        head,
+        dim,
+        lse0,
+        mask,
+        BY_16,
+        WIDTH,
+        NATIVE,
+    )
     out = x * _factor(weight0, lse0, inverse, is_empty)
     if PARTS > 1:
-        x = _load_out(out1_ptr, stride_token_out1, stride_head_out1, token, head, dim, lse1, mask)
+        x = _load_out(
+            out1_ptr,
+            stride_token_out1,
+            stride_head_out1,
+            token,
+            head,
+            dim,
+            lse1,
+            mask,
+            BY_16,
+            WIDTH,
+            NATIVE,
+        )
         factor = _factor(weight1, lse1, inverse, is_empty)
         out = tl.fma(x, tl.broadcast_to(factor, x.shape), out)
     if PARTS > 2:
-        x = _load_out(out2_ptr, stride_token_out2, stride_head_out2, token, head, dim, lse2, mask)
+        x = _load_out(
+            out2_ptr,
+            stride_token_out2,
+            stride_head_out2,
+            token,
+            head,
+            dim,
+            lse2,
+            mask,
+            BY_16,
+            WIDTH,
+            NATIVE,
+        )
         factor = _factor(weight2, lse2, inverse, is_empty)
         out = tl.fma(x, tl.broadcast_to(factor, x.shape), out)
     if PARTS > 3:
-        x = _load_out(out3_ptr, stride_token_out3, stride_head_out3, token, head, dim, lse3, mask)
+        x = _load_out(
+            out3_ptr,
+            stride_token_out3,
+            stride_head_out3,
+            token,
+            head,
+            dim,
+            lse3,
+            mask,
+            BY_16,
+            WIDTH,
+            NATIVE,
+        )
         factor = _factor(weight3, lse3, inverse, is_empty)
         out = tl.fma(x, tl.broadcast_to(factor, x.shape), out)
     target = Target(
@@ -283,6 +367,8 @@ def _launch(
     """Merge at most ``_PARTS`` parts into ``target`` and ``lse``, given with its strides."""
     features = num_heads * width
     blocks = triton.cdiv(features, _WIDTH)
+    device = target.tensors["data_ptr"].device
+    overlaps = overlaps_launches(device)
     # The arguments of absent parts are those of the first one, and not looked at.
     given = [*parts, *[parts[0]] * (_PARTS - len(parts))]
     launches.launch(
@@ -300,8 +386,10 @@ def _launch(
         BLOCK_T=_BLOCK_T,
         BLOCK_B=_BLOCK_B,
         WIDTH=_WIDTH,
-        NATIVE=has_fp8_casts(target.tensors["data_ptr"].device),
+        NATIVE=has_fp8_casts(device),
+        PDL=overlaps,
         OUTPUT=target.config,
         num_warps=_NUM_WARPS,
         enable_fp_fusion=False,
+        launch_pdl=overlaps,
     )

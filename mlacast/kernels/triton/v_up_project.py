@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
+from mlacast.kernels.common.dependents import after_previous_kernel, overlaps_launches
 from mlacast.kernels.common.fp8_casts import has_fp8_casts
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.store import Padding, Target, store_rows
@@ -55,6 +56,7 @@ def _v_up_project_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NATIVE: tl.constexpr,
+    PDL: tl.constexpr,
     OUTPUT: tl.constexpr,
 ):
     """BLOCK_M tokens of one head.
@@ -62,6 +64,7 @@ def _v_up_project_kernel(
     Grid: (ceil(T / BLOCK_M) * h,), the blocks of a head side by side, because they share its
     weights.
     """
+    after_previous_kernel(PDL)
     blocks = tl.cdiv(num_tokens, BLOCK_M)
     head = tl.program_id(0) // blocks
     first = (tl.program_id(0) % blocks) * BLOCK_M
@@ -107,6 +110,7 @@ def launch_v_up_project(
     target = store_target(out)
     block_m = 64 if num_tokens <= _FEW_TOKENS else 128
     launches = Launches(latent_out.device, target)
+    overlaps = overlaps_launches(latent_out.device)
     launches.launch(
         _v_up_project_kernel,
         (triton.cdiv(num_tokens, block_m) * num_heads,),
@@ -123,9 +127,11 @@ def launch_v_up_project(
         BLOCK_M=block_m,
         BLOCK_K=_BLOCK_K,
         NATIVE=has_fp8_casts(latent_out.device),
+        PDL=overlaps,
         OUTPUT=target.config,
         num_warps=block_m // 16,
         num_stages=_NUM_STAGES,
         enable_fp_fusion=False,
+        launch_pdl=overlaps,
     )
     return launches
