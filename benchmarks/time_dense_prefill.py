@@ -1,11 +1,12 @@
 """Time the Hopper ``dense_mla_prefill`` beside cuDNN's attention, after a check of every format.
 
     PYTHONPATH=. python benchmarks/time_dense_prefill.py
-    PYTHONPATH=. python benchmarks/time_dense_prefill.py --formats bf16,nvfp4
+    PYTHONPATH=. python benchmarks/time_dense_prefill.py --formats bf16,nvfp4 --shapes 8x1024x16
 
 Every format is compiled in a process of its own, which also checks it; one that is wrong or hangs
 is not timed. Times are medians of calls that each follow a rest and a spin of about 1 ms (clocks
-stay up). TFLOP/s counts batch * heads * tokens**2 * (192 + 128), half of the full square.
+stay up); ``--together`` calls in a row count as one. TFLOP/s counts
+batch * heads * tokens**2 * (192 + 128), half of the full square.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ FORMATS = {
     "nvfp4": mlacast.Nvfp4(50.0),
 }
 # (sequences, tokens of each, heads)
-SHAPES = ((1, 8192, 16), (8, 1024, 16), (1, 8192, 128), (8, 1024, 128), (1, 16384, 16))
-# In formats other than bfloat16.
-FORMAT_SHAPES = SHAPES[:2]
+SHAPES = {
+    f"{sequences}x{tokens}x{heads}": (sequences, tokens, heads)
+    for heads in (16, 128)
+    for sequences, tokens in ((1, 8192), (8, 1024), (1, 16384))
+}
 PROBLEMS = (cases.RAGGED, cases.PADDED, cases.ALIGNED, cases.LONG)
 
 
@@ -56,8 +59,8 @@ def check(output: str) -> None:
             cases.assert_right(problem, 1, written, expected)
 
 
-def burst_us(call: Callable[[], object], calls: int) -> float:
-    """Median over calls that each follow a rest and a spin kernel."""
+def burst_us(call: Callable[[], object], calls: int, together: int) -> float:
+    """Median over rows of ``together`` calls that each follow a rest and a spin kernel."""
     for _ in range(3):
         call()
     times = []
@@ -67,10 +70,11 @@ def burst_us(call: Callable[[], object], calls: int) -> float:
         torch.cuda._sleep(2_000_000)
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        call()
+        for _ in range(together):
+            call()
         stop.record()
         torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3)
+        times.append(start.elapsed_time(stop) * 1e3 / together)
     return statistics.median(times)
 
 
@@ -112,18 +116,19 @@ def our_call(sequences: int, tokens: int, heads: int, output: str) -> Callable[[
     )
 
 
-def time_all(outputs: list[str], calls: int, stop_at: float) -> None:
-    """Print one line for each shape and format, cuDNN first; what is behind ``stop_at`` is not."""
-    for shape in SHAPES:
+def time_all(
+    names: list[str], shapes: list[str], calls: int, together: int, stop_at: float
+) -> None:
+    """Print one line for each shape and name; what is behind ``stop_at`` is not timed."""
+    for shape in (SHAPES[name] for name in shapes):
         sequences, tokens, heads = shape
         flops = sequences * heads * tokens**2 * (192 + 128)
-        here = [output for output in outputs if output == "bf16" or shape in FORMAT_SHAPES]
-        for name in ("cudnn", *here):
+        for name in names:
             if time.monotonic() > stop_at:
                 print("time is up", flush=True)
                 return
             call = cudnn_call(*shape) if name == "cudnn" else our_call(*shape, output=name)
-            us = burst_us(call, calls)
+            us = burst_us(call, calls, together)
             rate = flops / us / 1e6
             print(
                 f"{sequences}x{tokens} h{heads} {name}: {us:.1f} us, {rate:.0f} TFLOP/s", flush=True
@@ -134,7 +139,10 @@ def main() -> int:
     """Check formats side by side, then time the right ones."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--formats", default="bf16,fp8_tensor,group128,mxfp8,nvfp4")
+    parser.add_argument("--shapes", default=",".join(SHAPES), help="sequences x tokens x heads")
     parser.add_argument("--calls", type=int, default=12)
+    parser.add_argument("--together", type=int, default=1, help="calls between two events")
+    parser.add_argument("--ours", action="store_true", help="without cuDNN")
     parser.add_argument("--seconds", type=float, default=100, help="for everything")
     parser.add_argument("--check", help="check one format, by name")
     options = parser.parse_args()
@@ -166,7 +174,9 @@ def main() -> int:
     print(
         f"{len(right)} of {len(outputs)} right", f"{time.monotonic() - started:.0f} s", flush=True
     )
-    time_all(right, options.calls, started + options.seconds)
+    names = right if options.ours else ["cudnn", *right]
+    shapes = options.shapes.split(",")
+    time_all(names, shapes, options.calls, options.together, started + options.seconds)
     return len(outputs) - len(right)
 
 

@@ -1,8 +1,8 @@
 """Straight programs of PTX on words, run by NumPy: what the instructions of a kernel give.
 
-Only the instructions of ``mlacast.kernels.common.packed_bf16`` and of the Hopper decode kernel's
-records, written from their description in NVIDIA's PTX ISA. A program sees $0, $1.. and its
-registers as arrays of uint32.
+Only the instructions of ``packed_bf16``, ``sm90_nvfp4`` and ``sm90_division`` of
+``mlacast.kernels.common`` and of the Hopper decode kernel's records, written from their description
+in NVIDIA's PTX ISA. A program sees $0, $1.. and its registers as arrays of uint32.
 """
 
 from __future__ import annotations
@@ -81,10 +81,37 @@ def _min_f16(a: Words, b: Words) -> Words:
 
 
 def _fma(a: Words, b: Words, c: Words) -> Words:
-    # Exact in float64 before the one rounding, for factors of 24 bits and sums with a zero.
     x, y, z = (_floats(words).astype(np.float64) for words in (a, b, c))
-    assert not z.any(), "a sum with anything but a zero may round twice"
-    out: Words = (x * y + z).astype(np.float32).view(np.uint32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        # The product is exact. A sum that is not becomes odd, so that it does not look like a tie.
+        product = x * y
+        total = product + z
+        part = total - product
+        rest = (product - (total - part)) + (z - part)
+        is_even = (total.view(np.uint64) & np.uint64(1)) == 0
+        odd = np.nextafter(total, np.where(rest > 0, np.inf, -np.inf))
+        is_inexact = np.isfinite(rest) & (rest != 0)
+        out = np.where(is_inexact & is_even, odd, total).astype(np.float32)
+    return _canonical(out)
+
+
+def _product(a: Words, b: Words) -> Words:
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        return _canonical(_floats(a) * _floats(b))
+
+
+def _canonical(numbers: NDArray[np.float32]) -> Words:
+    """Bits of float32 results; every NaN is the same one."""
+    return np.where(np.isnan(numbers), np.uint32(0x7FFFFFFF), numbers.view(np.uint32))
+
+
+def _min(a: Words, b: Words) -> Words:
+    return _canonical(np.fmin(_floats(a), _floats(b)))
+
+
+def _funnel_left(low: Words, high: Words, count: Words) -> Words:
+    """Upper word of two that are shifted left by less than a word, and by more than nothing."""
+    out: Words = (high << count) | (low >> (np.uint32(32) - count))
     return out
 
 
@@ -127,7 +154,13 @@ _OPERATIONS: dict[str, Callable[..., Words]] = {
     "mul.rn.bf16x2": _by_half(_product_of_bf16),
     "max.NaN.xorsign.abs.bf16x2": _by_half(_max_nan_bf16),
     "min.xorsign.abs.f16x2": _by_half(_min_f16),
+    "mul.rn.f32": _product,
     "fma.rn.f32": _fma,
+    "add.rn.f32": lambda x, y: _canonical(_floats(x) + _floats(y)),
+    "min.f32": _min,
+    "abs.f32": lambda x: x & np.uint32(0x7FFFFFFF),
+    "neg.f32": lambda x: x ^ np.uint32(0x80000000),
+    "shf.l.wrap.b32": _funnel_left,
     "cvt.rn.f16x2.f32": _to_f16x2,
     "cvt.rn.satfinite.e4m3x2.f32": _to_e4m3x2,
     "min.u16x2": _by_half(np.minimum),
@@ -140,6 +173,7 @@ _OPERATIONS: dict[str, Callable[..., Words]] = {
     "and.b32": lambda x, y: x & y,
     "or.b32": lambda x, y: x | y,
     "add.u32": lambda x, y: x + y,
+    "sub.u32": lambda x, y: x - y,
 }
 
 
@@ -154,6 +188,8 @@ def run(program: str, outputs: int, inputs: list[Words]) -> list[Words]:
             both: Words = low | (high << np.uint32(16))
             return both
         is_number = name[0].isdigit()
+        if name.startswith("0f"):
+            name = "0x" + name[2:]
         return np.full_like(inputs[0], int(name, 0)) if is_number else values[name]
 
     for statement in program.strip().removeprefix("{").removesuffix("}").split(";"):
