@@ -5,8 +5,7 @@
 
 Every format is compiled in a process of its own, which also checks it; one that is wrong or hangs
 is not timed. Times are medians of calls that each follow a rest and a spin of about 1 ms (clocks
-stay up); ``--together`` calls in a row count as one. TFLOP/s counts
-batch * heads * tokens**2 * (192 + 128), half of the full square.
+stay up). TFLOP/s counts batch * heads * tokens**2 * (192 + 128), half of the full square.
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ def check(output: str) -> None:
             cases.assert_right(problem, 1, written, expected)
 
 
-def burst_us(call: Callable[[], object], calls: int, together: int) -> float:
-    """Median over rows of ``together`` calls that each follow a rest and a spin kernel."""
+def burst_us(call: Callable[[], object], calls: int) -> float:
+    """Median over calls that each follow a rest and a spin kernel."""
     for _ in range(3):
         call()
     times = []
@@ -70,11 +69,10 @@ def burst_us(call: Callable[[], object], calls: int, together: int) -> float:
         torch.cuda._sleep(2_000_000)
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        for _ in range(together):
-            call()
+        call()
         stop.record()
         torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3 / together)
+        times.append(start.elapsed_time(stop) * 1e3)
     return statistics.median(times)
 
 
@@ -116,9 +114,7 @@ def our_call(sequences: int, tokens: int, heads: int, output: str) -> Callable[[
     )
 
 
-def time_all(
-    names: list[str], shapes: list[str], calls: int, together: int, stop_at: float
-) -> None:
+def time_all(names: list[str], shapes: list[str], calls: int, stop_at: float) -> None:
     """Print one line for each shape and name; what is behind ``stop_at`` is not timed."""
     for shape in (SHAPES[name] for name in shapes):
         sequences, tokens, heads = shape
@@ -128,7 +124,7 @@ def time_all(
                 print("time is up", flush=True)
                 return
             call = cudnn_call(*shape) if name == "cudnn" else our_call(*shape, output=name)
-            us = burst_us(call, calls, together)
+            us = burst_us(call, calls)
             rate = flops / us / 1e6
             print(
                 f"{sequences}x{tokens} h{heads} {name}: {us:.1f} us, {rate:.0f} TFLOP/s", flush=True
@@ -141,7 +137,6 @@ def main() -> int:
     parser.add_argument("--formats", default="bf16,fp8_tensor,group128,mxfp8,nvfp4")
     parser.add_argument("--shapes", default=",".join(SHAPES), help="sequences x tokens x heads")
     parser.add_argument("--calls", type=int, default=12)
-    parser.add_argument("--together", type=int, default=1, help="calls between two events")
     parser.add_argument("--ours", action="store_true", help="without cuDNN")
     parser.add_argument("--seconds", type=float, default=100, help="for everything")
     parser.add_argument("--check", help="check one format, by name")
@@ -176,7 +171,7 @@ def main() -> int:
     )
     names = right if options.ours else ["cudnn", *right]
     shapes = options.shapes.split(",")
-    time_all(names, shapes, options.calls, options.together, started + options.seconds)
+    time_all(names, shapes, options.calls, started + options.seconds)
     return len(outputs) - len(right)
 
 

@@ -116,7 +116,7 @@ def _of_lanes(x):
 
 @gluon.jit
 def _halves(x):
-    """Split the last dimension of size 2 twice over: elements 00, 01, 10, 11 of the last two."""
+    """Split the last two dimensions of [64, 4, lane, 2, 2] into elements 00, 01, 10, 11."""
     first, second = gl.split(gl.permute(x, (0, 1, 2, 4, 3)))
     a, b = gl.split(first)
     c, d = gl.split(second)
@@ -207,11 +207,11 @@ def to_nvfp4(x, alive, global_scale, MASKED: gl.constexpr):
         right = gl.where(is_alive, right, 0.0)
     left_byte, left = _scale_bytes(left, global_scale, -global_scale)
     right_byte, right = _scale_bytes(right, global_scale, -global_scale)
-    multiplier = gl.permute(gl.join(undeal(left), undeal(right)), (0, 3, 1, 2))
-    multiplier = gl.reshape(multiplier, (64, 8, 4))
+    negated = gl.permute(gl.join(undeal(left), undeal(right)), (0, 3, 1, 2))
+    negated = gl.reshape(negated, (64, 8, 4))
     BY_LANE: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, groups.type.layout))
-    multiplier = gl.convert_layout(multiplier, BY_LANE, assert_trivial=True)
-    words = _words_of_codes(groups, multiplier)
+    negated = gl.convert_layout(negated, BY_LANE, assert_trivial=True)
+    words = _words_of_codes(groups, negated)
     if MASKED:
         # A row that counts as zeros may hold NaN.
         mask = gl.convert_layout(alive, gl.SliceLayout(1, words.type.layout), assert_trivial=True)
