@@ -1,4 +1,9 @@
-"""The program of the Hopper kernels that makes words of E2M1 codes, for numbers near every tie."""
+"""The program of the Hopper kernels that makes words of E2M1 codes, for every float32 number.
+
+Rounded sums, products with positive numbers and minima never fall where their operand rises, and
+codes of the format do not either. So numbers on both sides of each of its seven boundaries, and the
+ends, speak for all between them.
+"""
 
 from __future__ import annotations
 
