@@ -1,7 +1,7 @@
 """Time the Hopper ``dense_mla_prefill`` beside cuDNN's attention, after a check of every format.
 
     PYTHONPATH=. python benchmarks/time_dense_prefill.py
-    PYTHONPATH=. python benchmarks/time_dense_prefill.py --formats bf16,nvfp4
+    PYTHONPATH=. python benchmarks/time_dense_prefill.py --formats bf16,nvfp4 --shapes 8x1024x16
 
 Every format is compiled in a process of its own, which also checks it; one that is wrong or hangs
 is not timed. Times are medians of calls that each follow a rest and a spin of about 1 ms (clocks
@@ -37,9 +37,11 @@ FORMATS = {
     "nvfp4": mlacast.Nvfp4(50.0),
 }
 # (sequences, tokens of each, heads)
-SHAPES = ((1, 8192, 16), (8, 1024, 16), (1, 8192, 128), (8, 1024, 128), (1, 16384, 16))
-# In formats other than bfloat16.
-FORMAT_SHAPES = SHAPES[:2]
+SHAPES = {
+    f"{sequences}x{tokens}x{heads}": (sequences, tokens, heads)
+    for heads in (16, 128)
+    for sequences, tokens in ((1, 8192), (8, 1024), (1, 16384))
+}
 PROBLEMS = (cases.RAGGED, cases.PADDED, cases.ALIGNED, cases.LONG)
 
 
@@ -112,13 +114,12 @@ def our_call(sequences: int, tokens: int, heads: int, output: str) -> Callable[[
     )
 
 
-def time_all(outputs: list[str], calls: int, stop_at: float) -> None:
-    """Print one line for each shape and format, cuDNN first; what is behind ``stop_at`` is not."""
-    for shape in SHAPES:
+def time_all(names: list[str], shapes: list[str], calls: int, stop_at: float) -> None:
+    """Print one line for each shape and name; what is behind ``stop_at`` is not timed."""
+    for shape in (SHAPES[name] for name in shapes):
         sequences, tokens, heads = shape
         flops = sequences * heads * tokens**2 * (192 + 128)
-        here = [output for output in outputs if output == "bf16" or shape in FORMAT_SHAPES]
-        for name in ("cudnn", *here):
+        for name in names:
             if time.monotonic() > stop_at:
                 print("time is up", flush=True)
                 return
@@ -134,7 +135,9 @@ def main() -> int:
     """Check formats side by side, then time the right ones."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--formats", default="bf16,fp8_tensor,group128,mxfp8,nvfp4")
+    parser.add_argument("--shapes", default=",".join(SHAPES), help="sequences x tokens x heads")
     parser.add_argument("--calls", type=int, default=12)
+    parser.add_argument("--ours", action="store_true", help="without cuDNN")
     parser.add_argument("--seconds", type=float, default=100, help="for everything")
     parser.add_argument("--check", help="check one format, by name")
     options = parser.parse_args()
@@ -166,7 +169,9 @@ def main() -> int:
     print(
         f"{len(right)} of {len(outputs)} right", f"{time.monotonic() - started:.0f} s", flush=True
     )
-    time_all(right, options.calls, started + options.seconds)
+    names = right if options.ours else ["cudnn", *right]
+    shapes = options.shapes.split(",")
+    time_all(names, shapes, options.calls, started + options.seconds)
     return len(outputs) - len(right)
 
 

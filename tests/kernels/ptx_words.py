@@ -1,8 +1,8 @@
 """Straight programs of PTX on words, run by NumPy: what the instructions of a kernel give.
 
-Only the instructions of ``mlacast.kernels.common.packed_bf16``, ``e2m1_casts`` and of the Hopper
-decode kernel's records, written from their description in NVIDIA's PTX ISA. A program sees $0, $1..
-and its registers as arrays of uint32.
+Only the instructions of ``packed_bf16``, ``e2m1_casts``, ``sm90_nvfp4`` and ``sm90_division`` of
+``mlacast.kernels.common`` and of the Hopper decode kernel's records, written from their description
+in NVIDIA's PTX ISA. A program sees $0, $1.. and its registers as arrays of uint32.
 """
 
 from __future__ import annotations
@@ -104,6 +104,58 @@ def _fma_sat_f16(a: Words, b: Words, c: Words) -> Words:
     return words
 
 
+def _product_of_f16(a: Words, b: Words) -> Words:
+    x, y = (words.astype(np.uint16).view(np.float16).astype(np.float64) for words in (a, b))
+    words: Words = (x * y).astype(np.float16).view(np.uint16).astype(np.uint32)
+    return words
+
+
+def _fma(a: Words, b: Words, c: Words) -> Words:
+    x, y, z = (_floats(words).astype(np.float64) for words in (a, b, c))
+    with np.errstate(over="ignore", invalid="ignore"):
+        # The product is exact. A sum that is not becomes odd, so that it does not look like a tie.
+        product = x * y
+        total = product + z
+        part = total - product
+        rest = (product - (total - part)) + (z - part)
+        is_even = (total.view(np.uint64) & np.uint64(1)) == 0
+        odd = np.nextafter(total, np.where(rest > 0, np.inf, -np.inf))
+        is_inexact = np.isfinite(rest) & (rest != 0)
+        out = np.where(is_inexact & is_even, odd, total).astype(np.float32)
+    return _canonical(out)
+
+
+def _product(a: Words, b: Words) -> Words:
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        return _canonical(_floats(a) * _floats(b))
+
+
+def _canonical(numbers: NDArray[np.float32]) -> Words:
+    """Bits of float32 results; every NaN is the same one."""
+    return np.where(np.isnan(numbers), np.uint32(0x7FFFFFFF), numbers.view(np.uint32))
+
+
+def _min(a: Words, b: Words) -> Words:
+    return _canonical(np.fmin(_floats(a), _floats(b)))
+
+
+def _max(a: Words, b: Words) -> Words:
+    return _canonical(np.fmax(_floats(a), _floats(b)))
+
+
+def _funnel_left(low: Words, high: Words, count: Words) -> Words:
+    """Upper word of two that are shifted left by less than a word, and by more than nothing."""
+    out: Words = (high << count) | (low >> (np.uint32(32) - count))
+    return out
+
+
+def _to_f16x2(high: Words, low: Words) -> Words:
+    pair = [_floats(words).astype(np.float16).view(np.uint16) for words in (low, high)]
+    bits = [np.where((x & 0x7FFF) > 0x7C00, 0x7FFF, x).astype(np.uint32) for x in pair]
+    out: Words = bits[0] | (bits[1] << np.uint32(16))
+    return out
+
+
 def _to_e4m3x2(high: Words, low: Words) -> Words:
     codes = []
     for words in (low, high):
@@ -133,42 +185,25 @@ def _lop3(a: Words, b: Words, c: Words, table: Words) -> Words:
     return out
 
 
-def _float32(operation: Callable[..., NDArray[np.float32]]) -> Callable[..., Words]:
-    """Rounded once, as NumPy rounds."""
-
-    def run(*operands: Words) -> Words:
-        with np.errstate(over="ignore", invalid="ignore"):
-            words: Words = operation(*(_floats(words) for words in operands)).view(np.uint32)
-            return words
-
-    return run
-
-
-def _product_of_f16(a: Words, b: Words) -> Words:
-    x, y = (words.astype(np.uint16).view(np.float16).astype(np.float64) for words in (a, b))
-    words: Words = (x * y).astype(np.float16).view(np.uint16).astype(np.uint32)
-    return words
-
-
 _OPERATIONS: dict[str, Callable[..., Words]] = {
     "mul.rn.bf16x2": _by_half(_product_of_bf16),
-    "max.NaN.xorsign.abs.bf16x2": _by_half(_max_nan_bf16),
     "abs.bf16x2": lambda x: x & np.uint32(0x7FFF7FFF),
     "min.bf16x2": _by_half(_min_bf16),
     "fma.rn.bf16x2": _by_half(_fma_bf16),
     "fma.rn.f16x2": _by_half(_fma_f16),
     "fma.rn.sat.f16x2": _by_half(_fma_sat_f16),
     "add.rn.f16x2": _by_half(lambda x, y: _fma_f16(x, np.full_like(x, 0x3C00), y)),
-    "min.xorsign.abs.f16x2": _by_half(_min_f16),
     "mul.rn.f16x2": _by_half(_product_of_f16),
+    "max.NaN.xorsign.abs.bf16x2": _by_half(_max_nan_bf16),
+    "mul.rn.f32": _product,
     "fma.rn.f32": _fma,
+    "add.rn.f32": lambda x, y: _canonical(_floats(x) + _floats(y)),
+    "sub.rn.f32": lambda x, y: _canonical(_floats(x) - _floats(y)),
+    "min.f32": _min,
+    "max.f32": _max,
     "abs.f32": lambda x: x & np.uint32(0x7FFFFFFF),
-    "mul.rn.f32": _float32(np.multiply),
-    "add.rn.f32": _float32(np.add),
-    "sub.rn.f32": _float32(np.subtract),
-    # The number, where one of two is none.
-    "min.f32": _float32(np.fmin),
-    "max.f32": _float32(np.fmax),
+    "neg.f32": lambda x: x ^ np.uint32(0x80000000),
+    "shf.l.wrap.b32": _funnel_left,
     "cvt.rn.f16x2.f32": _to_f16x2,
     "cvt.rn.satfinite.e4m3x2.f32": _to_e4m3x2,
     "min.u16x2": _by_half(np.minimum),
@@ -181,6 +216,7 @@ _OPERATIONS: dict[str, Callable[..., Words]] = {
     "and.b32": lambda x, y: x & y,
     "or.b32": lambda x, y: x | y,
     "add.u32": lambda x, y: x + y,
+    "sub.u32": lambda x, y: x - y,
 }
 
 
@@ -194,9 +230,9 @@ def run(program: str, outputs: int, inputs: list[Words]) -> list[Words]:
             low, high = (values[part.strip()] for part in name[1:-1].split(","))
             both: Words = low | (high << np.uint32(16))
             return both
-        if name.startswith("0f"):
-            return np.full_like(inputs[0], int(name[2:], 16))
         is_number = name[0].isdigit()
+        if name.startswith("0f"):
+            name = "0x" + name[2:]
         return np.full_like(inputs[0], int(name, 0)) if is_number else values[name]
 
     for statement in program.strip().removeprefix("{").removesuffix("}").split(";"):

@@ -277,8 +277,8 @@ HOPPER = (
         "quantize_output",
         "the even element in the high nibble",
         "mlacast/kernels/common/sm90_nvfp4.py",
-        "    pairs = low | (high << 4)\n",
-        "    pairs = high | (low << 4)\n",
+        "            zero,\n            one,\n",
+        "            one,\n            zero,\n",
         (_STORE + "[nvfp4-scaled-40]",),
     ),
     Fault(

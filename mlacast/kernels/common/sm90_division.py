@@ -15,6 +15,9 @@ fma.rn.f32 rest, $0, 0fC3E00000, $1;
 fma.rn.f32 $0, rest, 0f3B124925, $0;
 }""")
 
+# The largest float32 number over 448.
+_LARGEST_SCALE = gl.constexpr("0f7B124924")
+
 # $0 = 1 / $1 where neither is subnormal or infinite; NaN stays NaN. If the approximation is off by
 # one, 32 mantissas can be wrong after one step, and only that of all ones after two. There it is
 # not off: the division instruction, which is right, has no other start and no better steps.
@@ -122,16 +125,33 @@ def reciprocal(x):
 
 @gluon.constexpr_function
 def _divide_in_place(value, divisor, inverse):
-    """Instructions that divide ``value``, given the reciprocal.
+    """Instructions that divide ``value``, which is finite, given the reciprocal.
 
-    An infinite dividend counts as the largest number. The remainder is negated twice because that
-    keeps the sign of a zero.
+    The remainder is negated twice because that keeps the sign of a zero.
     """
     return (
-        f"max.f32 finite, {value}, 0fFF7FFFFF; min.f32 finite, finite, 0f7F7FFFFF; "
-        f"mul.rn.f32 {value}, finite, {inverse}; neg.f32 rest, finite; "
+        f"neg.f32 rest, {value}; mul.rn.f32 {value}, {value}, {inverse}; "
         f"fma.rn.f32 rest, {value}, {divisor}, rest; neg.f32 rest, rest; "
         f"fma.rn.f32 {value}, rest, {inverse}, {value}; "
+    )
+
+
+@gluon.constexpr_function
+def _make_finite():
+    """Instructions that make infinite accumulators the largest number.
+
+    Nearly always there are none: only the largest scale, that of the largest number, is one of a
+    group with an infinity. A scale without a number is not compared, and codes of its group are
+    the same whatever the elements are.
+    """
+    clamps = "".join(
+        f"max.f32 ${place}, ${place}, 0fFF7FFFFF; min.f32 ${place}, ${place}, 0f7F7FFFFF; "
+        for place in range(64)
+    )
+    return (
+        f"setp.ge.f32 some, $128, {_LARGEST_SCALE.value}; "
+        f"setp.ge.or.f32 some, $130, {_LARGEST_SCALE.value}, some; "
+        f"vote.sync.any.pred some, some, 0xffffffff; @!some bra FINITE; {clamps} FINITE: "
     )
 
 
@@ -139,11 +159,14 @@ def _divide_in_place(value, divisor, inverse):
 def division_program(GROUP):
     """Divide a thread's 64 accumulators in place, one after the other.
 
+    Infinite ones count as the largest number. Divisors are scales: their groups' largest
+    magnitudes, or the largest number, over 448.
+
     ``$64``.. are the accumulators again, ``$128``.. their divisors, ``$192``.. the reciprocals. Of
     smaller groups than 128 these are those that a lane was dealt, of two rows, and go to the quad
     when they are needed: spread beforehand they would take 16 registers.
     """
-    lines = ""
+    lines = _make_finite()
     for first in range(0, 64, 16):
         for row in (0, 2):
             divisor, inverse = f"${128 + first + row}", f"${192 + first + row}"
@@ -154,7 +177,7 @@ def division_program(GROUP):
             for step in range(0, 16, 4):
                 for place in (first + row + step, first + row + step + 1):
                     lines += _divide_in_place(f"${place}", divisor, inverse)
-    return f"{{ .reg .f32 finite, rest, divisor, inverse; {lines}}}"
+    return f"{{ .reg .f32 rest, divisor, inverse; .reg .pred some; {lines}}}"
 
 
 DIVISION_OPERANDS = gl.constexpr(",".join(["=f"] * 64 + [str(i) for i in range(64)] + ["f"] * 128))

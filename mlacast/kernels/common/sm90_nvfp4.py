@@ -1,7 +1,7 @@
 """Nvfp4 codes and scale bytes on Hopper: of an accumulator [64, 128], or of rows.
 
 Same bits as ``mlacast.kernels.common.store``, places as in ``sm90_quads``. Hopper has no
-conversion to e2m1, so codes are made by one float32 addition, whose rounding is that of e2m1.
+conversion to e2m1, so codes are made by float32 additions, whose rounding is that of e2m1.
 """
 
 from triton.experimental import gluon
@@ -32,6 +32,35 @@ mov.b32 sign, scaled;
 shr.u32 sign, sign, 28;
 lop3.b32 $0, sign, 8, $0, 0xEA;
 }""")
+
+# Word of the codes of the 8 elements $1..$8. $9 and $10 are minus the factors of the first and the
+# last four; -0.0 is added unless that is zero, so that a scale of zero takes the signs.
+#
+# A code is the least of 2 x, x + 2 and x / 2 + 4, rounded to an integer, nearest even: each is
+# right where it is the least, and rounding keeps order. Added to 2**23 the numbers round so.
+_WORD_OF_E2M1 = gl.constexpr(
+    "{ .reg .f32 x, a, b, c, factor, added; .reg .b32 bits, signs; "
+    "mov.b32 $0, 0; mov.b32 signs, 0; "
+    + "".join(
+        (
+            ""
+            if element % 4 != 3
+            else f"mov.b32 bits, ${9 + element // 4}; and.b32 bits, bits, 0x80000000; "
+            f"mov.b32 added, bits; neg.f32 factor, ${9 + element // 4}; "
+        )
+        + f"fma.rn.f32 x, ${1 + element}, factor, added; "
+        "mov.b32 bits, x; shf.l.wrap.b32 signs, bits, signs, 4; "
+        "abs.f32 x, x; min.f32 x, x, 0f40C00000; "
+        "fma.rn.f32 a, x, 0f40000000, 0f4B000000; "
+        "add.rn.f32 b, x, 0f4B000002; "
+        "fma.rn.f32 c, x, 0f3F000000, 0f4B000004; "
+        "min.f32 a, a, b; min.f32 a, a, c; "
+        "mov.b32 bits, a; mad.lo.u32 $0, $0, 16, bits; "
+        for element in reversed(range(8))
+    )
+    # What is left of 2**23 after shifts by 0 and 4 bits.
+    + "sub.u32 $0, $0, 0xFB000000; lop3.b32 $0, signs, 0x88888888, $0, 0xEA; }"
+)
 
 # Bytes n of words $4..$7, which are those of lanes 0..3, become word n.
 _TRANSPOSE_BYTES = gl.constexpr("""{
@@ -86,10 +115,45 @@ def _of_lanes(x):
 
 
 @gluon.jit
-def _pack_words(pairs):
-    """Pairs of codes [64, 16, lane] as words of 8 codes [64, 16], four neighbours in a thread."""
-    first, second, third, fourth = _steps(gl.reshape(pairs, (64, 4, 4, 4)))
-    words = (first | (second << 8)) | ((third << 16) | (fourth << 24))
+def _halves(x):
+    """Split the last two dimensions of [64, 4, lane, 2, 2] into elements 00, 01, 10, 11."""
+    first, second = gl.split(gl.permute(x, (0, 1, 2, 4, 3)))
+    a, b = gl.split(first)
+    c, d = gl.split(second)
+    return a, b, c, d
+
+
+@gluon.jit
+def _words_of_codes(groups, negated):
+    """Words of 8 codes [64, 16], four neighbours in a thread, of groups [64, 8, 2, lane, 2].
+
+    ``negated`` [64, 8, lane] are minus the factors of the groups, NaN for one with a NaN.
+    """
+    by_word = gl.permute(gl.reshape(groups, (64, 4, 2, 2, 4, 2)), (0, 1, 4, 3, 5, 2))
+    first, last = gl.split(by_word)
+    zero, one, two, three = _halves(first)
+    four, five, six, seven = _halves(last)
+    of_first, of_last = gl.split(gl.permute(gl.reshape(negated, (64, 4, 2, 4)), (0, 1, 3, 2)))
+    LAYOUT: gl.constexpr = zero.type.layout
+    words = gl.inline_asm_elementwise(
+        _WORD_OF_E2M1,
+        "=&r,f,f,f,f,f,f,f,f,f,f",
+        [
+            zero,
+            one,
+            two,
+            three,
+            four,
+            five,
+            six,
+            seven,
+            gl.convert_layout(of_first, LAYOUT, assert_trivial=True),
+            gl.convert_layout(of_last, LAYOUT, assert_trivial=True),
+        ],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
     zero, one, two, three = _of_lanes(_lanes_to_registers(words))
     a, b, c, d = gl.inline_asm_elementwise(
         _TRANSPOSE_BYTES,
@@ -103,19 +167,10 @@ def _pack_words(pairs):
 
 
 @gluon.jit
-def _steps(x):
-    """Split dimension 2 of [64, 4, 4, lane] into its elements [64, 4, lane]."""
-    first_two, last_two = gl.split(gl.permute(gl.reshape(x, (64, 4, 2, 2, 4)), (0, 1, 3, 4, 2)))
-    first, second = gl.split(gl.permute(first_two, (0, 1, 3, 2)))
-    third, fourth = gl.split(gl.permute(last_two, (0, 1, 3, 2)))
-    return first, second, third, fourth
+def _scale_bytes(amax, global_scale, dividend):
+    """Scale bytes (int32) of groups with these largest magnitudes, and ``dividend`` over them.
 
-
-@gluon.jit
-def _scale_bytes(amax, global_scale):
-    """Scale bytes (int32) and multipliers of groups with these largest magnitudes.
-
-    A multiplier is NaN for a group that has a NaN, and zero under the scale zero.
+    The quotient is NaN for a group that has a NaN, and zero under the scale zero.
     """
     has_nan = amax != amax
     wanted = gl.minimum(global_scale * over_6(amax), 448.0)
@@ -124,7 +179,7 @@ def _scale_bytes(amax, global_scale):
     # The codes match the stored scale. Moved up by seven bits it is the float16 of 2**-8 times its
     # value.
     decoded = (byte << 7).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32) * 256.0
-    multiplier = quotient(global_scale, gl.where(byte == 0, 1.0, decoded))
+    multiplier = quotient(dividend, gl.where(byte == 0, 1.0, decoded))
     multiplier = gl.where(byte == 0, 0.0, multiplier)
     return byte, gl.where(has_nan, float("nan"), multiplier)
 
@@ -150,22 +205,18 @@ def to_nvfp4(x, alive, global_scale, MASKED: gl.constexpr):
         is_alive = gl.broadcast(is_alive, left)[0]
         left = gl.where(is_alive, left, 0.0)
         right = gl.where(is_alive, right, 0.0)
-    left_byte, left = _scale_bytes(left, global_scale)
-    right_byte, right = _scale_bytes(right, global_scale)
-    multiplier = gl.permute(gl.join(undeal(left), undeal(right)), (0, 3, 1, 2))
-    multiplier = gl.reshape(multiplier, (64, 8, 4))
+    left_byte, left = _scale_bytes(left, global_scale, -global_scale)
+    right_byte, right = _scale_bytes(right, global_scale, -global_scale)
+    negated = gl.permute(gl.join(undeal(left), undeal(right)), (0, 3, 1, 2))
+    negated = gl.reshape(negated, (64, 8, 4))
     BY_LANE: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, groups.type.layout))
-    multiplier = gl.convert_layout(multiplier, BY_LANE, assert_trivial=True)
-    wide = gl.broadcast(gl.expand_dims(gl.expand_dims(multiplier, 2), 4), groups)[0]
-    codes = gl.inline_asm_elementwise(
-        _TO_E2M1, "=r,f,f", [groups, wide], dtype=gl.int32, is_pure=True, pack=1
-    )
-    low, high = gl.split(codes)
-    pairs = low | (high << 4)
-    wide = gl.broadcast(gl.expand_dims(multiplier, 2), pairs)[0]
-    # A group under the scale zero has codes 0, one with a NaN has codes 7.
-    pairs = gl.where(wide == 0.0, 0, gl.where(wide != wide, 0x77, pairs))
-    return _pack_words(gl.reshape(pairs, (64, 16, 4))), left_byte, right_byte
+    negated = gl.convert_layout(negated, BY_LANE, assert_trivial=True)
+    words = _words_of_codes(groups, negated)
+    if MASKED:
+        # A row that counts as zeros may hold NaN.
+        mask = gl.convert_layout(alive, gl.SliceLayout(1, words.type.layout), assert_trivial=True)
+        words = words & mask[:, None]
+    return words, left_byte, right_byte
 
 
 @gluon.jit
@@ -179,7 +230,7 @@ def rows_to_nvfp4(x, global_scale):
     COLUMNS: gl.constexpr = x.shape[1]
     groups = gl.reshape(x, (HEADS, COLUMNS // 16, 2, 2, 2, 2))
     amax = gl.reduce(gl.abs(gl.reshape(x, (HEADS, COLUMNS // 16, 16))), 2, max_or_nan)
-    byte, multiplier = _scale_bytes(amax, global_scale)
+    byte, multiplier = _scale_bytes(amax, global_scale, global_scale)
     BY_GROUP: gl.constexpr = gl.SliceLayout(
         2, gl.SliceLayout(3, gl.SliceLayout(4, gl.SliceLayout(5, groups.type.layout)))
     )
