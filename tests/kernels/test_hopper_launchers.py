@@ -108,13 +108,10 @@ def test_tiles_of_heads_cover_all_and_say_whether_they_are_full(heads: int, told
     _decode(heads)
     _prefill(heads, 512)
     _prefill(heads, 576)
-    decode, *prefills = told
-    assert decode["WORK"].head_blocks == (heads + 63) // 64
-    assert decode["WORK"].full_tiles == (heads in (64, 128))
-    assert all(launch["num_heads"] == heads for launch in told)
-    for launch in prefills:
-        assert launch["HEAD_BLOCKS"] == (heads + 63) // 64
-        assert launch["FULL_TILES"] == (heads in (64, 128))
+    for launch in told:
+        assert launch["WORK"].head_blocks == (heads + 63) // 64
+        assert launch["WORK"].full_tiles == (heads in (64, 128))
+        assert launch["num_heads"] == heads
 
 
 @pytest.mark.parametrize("main", [False, True])
@@ -142,7 +139,7 @@ def test_a_second_list_is_not_looked_for_where_there_is_none(told: Told) -> None
     _prefill(64, 576)
     decode, prefill, prefill_576 = told
     assert decode["POOL"].has_length and decode["EXTRA"] is None
-    assert prefill["HAS_LENGTH"] and not prefill_576["HAS_LENGTH"]
+    assert prefill["POOL"].has_length and not prefill_576["POOL"].has_length
 
 
 @pytest.mark.parametrize("kv_format", [KvFormat.V4, KvFormat.V41, KvFormat.V41_INLINE])
@@ -193,10 +190,10 @@ def test_sinks_and_norms(sink: torch.Tensor | None, eps: float | None, told: Tol
     _decode(attn_sink=sink, q_norm_eps=eps, num_splits=3)
     _prefill(64, 512, attn_sink=sink, q_norm_eps=eps)
     attention, merge, prefill = told
-    assert attention["QUERY"].has_norm == prefill["HAS_NORM"] == (eps is not None)
+    assert attention["QUERY"].has_norm == prefill["QUERY"].has_norm == (eps is not None)
     assert attention["eps"] == prefill["eps"] == (eps or 0.0)
     has_sink = sink is not None
-    assert attention["END"].has_sink == merge["HAS_SINK"] == prefill["HAS_SINK"] == has_sink
+    assert attention["END"].has_sink == merge["HAS_SINK"] == prefill["END"].has_sink == has_sink
     assert merge["num_splits"] == attention["num_splits"] == 3 and attention["WORK"].is_split
 
 
