@@ -170,17 +170,17 @@ def test_what_is_rotated(
     _decode(rope=rope, num_splits=2)
     attention, merge = told
     assert attention["QUERY"].is_rotated == prologue
-    assert attention["END"].rotates_back == epilogue and merge["ROTATE_BACK"] == epilogue
+    assert attention["END"].rotates_back == epilogue and merge["END"].rotates_back == epilogue
     half = rope is not None and rope.pairing == "half"
     query, end = attention["QUERY"], attention["END"]
-    assert query.half_pairing == end.half_pairing == merge["HALF_PAIRING"] == half
+    assert query.half_pairing == end.half_pairing == merge["END"].half_pairing == half
 
 
 def test_outputs_of_576_wide_queries_are_not_rotated_back(told: Told) -> None:
     _decode(kv_format=KvFormat.V32, rope=_rope(), num_splits=2)
     attention, merge = told
     assert attention["QUERY"].is_rotated and attention["POOL"].record == "v32"
-    assert not attention["END"].rotates_back and not merge["ROTATE_BACK"]
+    assert not attention["END"].rotates_back and not merge["END"].rotates_back
 
 
 @pytest.mark.parametrize("sink", [None, torch.zeros(64)])
@@ -193,7 +193,7 @@ def test_sinks_and_norms(sink: torch.Tensor | None, eps: float | None, told: Tol
     assert attention["QUERY"].has_norm == prefill["QUERY"].has_norm == (eps is not None)
     assert attention["eps"] == prefill["eps"] == (eps or 0.0)
     has_sink = sink is not None
-    assert attention["END"].has_sink == merge["HAS_SINK"] == prefill["END"].has_sink == has_sink
+    assert attention["END"].has_sink == merge["END"].has_sink == prefill["END"].has_sink == has_sink
     assert merge["num_splits"] == attention["num_splits"] == 3 and attention["WORK"].is_split
 
 
@@ -225,7 +225,7 @@ def test_codes_of_queries_are_multiplied_as_they_are(
     assert attention["kernel"] == "sparse_mla_decode_fp8_kernel"
     assert attention["POOL"].record == f"fp8_{d_qk}"
     assert attention["q_ptr"].dtype == INT32 and attention["q_ptr"].data_ptr() == q.data_ptr()
-    assert attention["END"].rotates_back == merge["ROTATE_BACK"] == (rope is not None)
+    assert attention["END"].rotates_back == merge["END"].rotates_back == (rope is not None)
     assert attention["END"].has_sink and attention["sink_ptr"] is sink
     assert attention["POOL"].has_length and attention["length_ptr"] is lengths
     assert attention["SCALES"] == (True, False)
