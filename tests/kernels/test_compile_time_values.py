@@ -19,15 +19,18 @@ pytest.importorskip("triton", reason="the values are those of Triton kernels")
 from triton.compiler import ASTSource  # noqa: E402
 
 from mlacast.kernels import config  # noqa: E402
+from mlacast.kernels import triton as portable  # noqa: E402
 from mlacast.kernels.common.combine_splits import combine_splits_kernel  # noqa: E402
 from mlacast.kernels.config.attention import PoolConfig  # noqa: E402
+from mlacast.kernels.gluon import sm90  # noqa: E402
 
 
 def _classes() -> list[type]:
-    """Named tuples of the modules of ``kernels.config``."""
+    """Named tuples of numbers and strings; those of pointers are no compile-time values."""
     modules = [
-        importlib.import_module(f"{config.__name__}.{module.name}")
-        for module in pkgutil.iter_modules(config.__path__)
+        importlib.import_module(f"{package.__name__}.{module.name}")
+        for package in (config, portable, sm90)
+        for module in pkgutil.iter_modules(package.__path__)
     ]
     return [
         value
@@ -36,6 +39,7 @@ def _classes() -> list[type]:
         if isinstance(value, type)
         and issubclass(value, tuple)
         and value.__module__ == module.__name__
+        and set(typing.get_type_hints(value).values()) <= {int, bool, float, str}
     ]
 
 
@@ -59,7 +63,7 @@ def _key(value: Any) -> str:
 
 
 def test_there_are_values() -> None:
-    assert PoolConfig in _classes() and len(_classes()) > 5
+    assert PoolConfig in _classes() and len(_classes()) > 10
 
 
 @pytest.mark.parametrize("kind", _classes(), ids=lambda kind: kind.__name__)

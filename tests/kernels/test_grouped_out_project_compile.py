@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
+from mlacast.kernels.config.output import OutputConfig  # noqa: E402
 from mlacast.kernels.gluon.sm90 import grouped_out_project as hopper  # noqa: E402
 from mlacast.kernels.triton import grouped_out_project as portable  # noqa: E402
 from tests.kernels import test_triton_compile as gates  # noqa: E402
@@ -42,20 +43,13 @@ def _compile(format: str, weights: str, tokens: int, capability: int, chunk32: b
     native = capability >= 89
     fp8_product = native and portable._can_multiply_codes(kind, weight_kind)
     chosen = portable.choose_variant(tokens, fp8_product)
-    variant, flags = portable._fit(chosen, kind, group, weight_kind)
+    variant, product = portable._fit(chosen, kind, group, weight_kind)
     constants = {
         "SUMMED_GROUPS": 1,
-        "KIND": kind,
-        "GROUP": group,
-        "F": 4096,
-        "CHUNK32": chunk32,
-        "SF_COLUMN_TILES": 512 if format == "nvfp4" else 0,
-        "W_KIND": weight_kind,
+        "TILES": variant,
+        "SOURCE": OutputConfig(kind, group, 4096, chunk32, 1e-10, 512 if format == "nvfp4" else 0),
+        "PRODUCT": product,
         "COMPUTE": triton.language.bfloat16,
-        **flags,
-        "BLOCK_M": variant.block_m,
-        "BLOCK_N": variant.block_n,
-        "BLOCK_K": variant.block_k,
         "NATIVE": native,
     }
     types = {

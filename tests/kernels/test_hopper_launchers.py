@@ -108,13 +108,10 @@ def test_tiles_of_heads_cover_all_and_say_whether_they_are_full(heads: int, told
     _decode(heads)
     _prefill(heads, 512)
     _prefill(heads, 576)
-    decode, *prefills = told
-    assert decode["WORK"].head_blocks == (heads + 63) // 64
-    assert decode["WORK"].full_tiles == (heads in (64, 128))
-    assert all(launch["num_heads"] == heads for launch in told)
-    for launch in prefills:
-        assert launch["HEAD_BLOCKS"] == (heads + 63) // 64
-        assert launch["FULL_TILES"] == (heads in (64, 128))
+    for launch in told:
+        assert launch["WORK"].head_blocks == (heads + 63) // 64
+        assert launch["WORK"].full_tiles == (heads in (64, 128))
+        assert launch["num_heads"] == heads
 
 
 @pytest.mark.parametrize("main", [False, True])
@@ -142,7 +139,7 @@ def test_a_second_list_is_not_looked_for_where_there_is_none(told: Told) -> None
     _prefill(64, 576)
     decode, prefill, prefill_576 = told
     assert decode["POOL"].has_length and decode["EXTRA"] is None
-    assert prefill["HAS_LENGTH"] and not prefill_576["HAS_LENGTH"]
+    assert prefill["POOL"].has_length and not prefill_576["POOL"].has_length
 
 
 @pytest.mark.parametrize("kv_format", [KvFormat.V4, KvFormat.V41, KvFormat.V41_INLINE])
@@ -173,17 +170,17 @@ def test_what_is_rotated(
     _decode(rope=rope, num_splits=2)
     attention, merge = told
     assert attention["QUERY"].is_rotated == prologue
-    assert attention["END"].rotates_back == epilogue and merge["ROTATE_BACK"] == epilogue
+    assert attention["END"].rotates_back == epilogue and merge["END"].rotates_back == epilogue
     half = rope is not None and rope.pairing == "half"
     query, end = attention["QUERY"], attention["END"]
-    assert query.half_pairing == end.half_pairing == merge["HALF_PAIRING"] == half
+    assert query.half_pairing == end.half_pairing == merge["END"].half_pairing == half
 
 
 def test_outputs_of_576_wide_queries_are_not_rotated_back(told: Told) -> None:
     _decode(kv_format=KvFormat.V32, rope=_rope(), num_splits=2)
     attention, merge = told
     assert attention["QUERY"].is_rotated and attention["POOL"].record == "v32"
-    assert not attention["END"].rotates_back and not merge["ROTATE_BACK"]
+    assert not attention["END"].rotates_back and not merge["END"].rotates_back
 
 
 @pytest.mark.parametrize("sink", [None, torch.zeros(64)])
@@ -193,10 +190,10 @@ def test_sinks_and_norms(sink: torch.Tensor | None, eps: float | None, told: Tol
     _decode(attn_sink=sink, q_norm_eps=eps, num_splits=3)
     _prefill(64, 512, attn_sink=sink, q_norm_eps=eps)
     attention, merge, prefill = told
-    assert attention["QUERY"].has_norm == prefill["HAS_NORM"] == (eps is not None)
+    assert attention["QUERY"].has_norm == prefill["QUERY"].has_norm == (eps is not None)
     assert attention["eps"] == prefill["eps"] == (eps or 0.0)
     has_sink = sink is not None
-    assert attention["END"].has_sink == merge["HAS_SINK"] == prefill["HAS_SINK"] == has_sink
+    assert attention["END"].has_sink == merge["END"].has_sink == prefill["END"].has_sink == has_sink
     assert merge["num_splits"] == attention["num_splits"] == 3 and attention["WORK"].is_split
 
 
@@ -228,7 +225,7 @@ def test_codes_of_queries_are_multiplied_as_they_are(
     assert attention["kernel"] == "sparse_mla_decode_fp8_kernel"
     assert attention["POOL"].record == f"fp8_{d_qk}"
     assert attention["q_ptr"].dtype == INT32 and attention["q_ptr"].data_ptr() == q.data_ptr()
-    assert attention["END"].rotates_back == merge["ROTATE_BACK"] == (rope is not None)
+    assert attention["END"].rotates_back == merge["END"].rotates_back == (rope is not None)
     assert attention["END"].has_sink and attention["sink_ptr"] is sink
     assert attention["POOL"].has_length and attention["length_ptr"] is lengths
     assert attention["SCALES"] == (True, False)

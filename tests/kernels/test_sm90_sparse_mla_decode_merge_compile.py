@@ -10,48 +10,59 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.sm90_build import compile_kernel, needs_gated_triton
+pytest.importorskip("triton", reason="needs triton to compile kernels")
+
+from mlacast.kernels.config.attention import EndConfig  # noqa: E402
+from mlacast.kernels.config.output import OutputConfig  # noqa: E402
+from tests.kernels.sm90_build import compile_kernel, needs_gated_triton  # noqa: E402
 
 pytestmark = needs_gated_triton
 
 PLAIN = {
-    "ROTATE_BACK": False,
-    "HALF_PAIRING": False,
-    "HAS_SINK": False,
     "FULL_TILES": True,
     "PDL": True,
-    "KIND": 0,
-    "GROUP": 512,
-    "F": 32768,
-    "CHUNK32": False,
-    "AMAX_FLOOR": 0.0,
+    "END": EndConfig(),
+    "OUTPUT": OutputConfig(0, 512, 32768, False, 0.0, 0),
 }
-MXFP8 = PLAIN | {"KIND": 4, "GROUP": 32, "F": 4096, "AMAX_FLOOR": 1e-4}
-GROUPS = PLAIN | {"F": 4096, "AMAX_FLOOR": 1e-10}
-NVFP4 = PLAIN | {"KIND": 5, "GROUP": 16, "F": 4096}
-FUSED = {"ROTATE_BACK": True, "HAS_SINK": True}
-HALF = FUSED | {"HALF_PAIRING": True}
+MXFP8 = PLAIN | {"OUTPUT": OutputConfig(4, 32, 4096, False, 1e-4, 0)}
+TENSOR = PLAIN | {"OUTPUT": OutputConfig(1, 512, 32768, False, 0.0, 0)}
+CHUNK32 = PLAIN | {"OUTPUT": OutputConfig(4, 32, 4096, True, 1e-4, 0)}
+CHUNK32_OF_3 = PLAIN | {"OUTPUT": OutputConfig(4, 32, 1536, True, 1e-4, 0)}
+NVFP4 = PLAIN | {"OUTPUT": OutputConfig(5, 16, 4096, False, 0.0, 0)}
+SINK = {"END": EndConfig(has_sink=True)}
+FUSED = {"END": EndConfig(has_sink=True, rotates_back=True)}
+HALF = {"END": EndConfig(has_sink=True, rotates_back=True, half_pairing=True)}
 PARTIAL = {"FULL_TILES": False}
-CHUNK32_OF_3 = {"CHUNK32": True, "F": 1536}
+
+
+def _groups(kind: int, group: int) -> dict[str, Any]:
+    """Eight heads to a group of the output, one scale to ``group`` values."""
+    return PLAIN | {"OUTPUT": OutputConfig(kind, group, 4096, False, 1e-10, 0)}
+
+
 # Constants, whether for many rows, most instructions of a warp that are in no loop. The merge of 2
 # splits runs about 50 less: what surrounds the loops over further splits.
 CONFIGURATIONS = {
     "bf16": (PLAIN, True, 455),
     "bf16-half-sink-partial": (PLAIN | HALF | PARTIAL, True, 570),
     "bf16-one-head": (PLAIN | {"num_heads": 1}, False, 490),
-    "tensor-sink": (PLAIN | {"KIND": 1, "HAS_SINK": True}, True, 580),
+    "tensor-sink": (
+        PLAIN | SINK | {"OUTPUT": OutputConfig(1, 512, 32768, False, 0.0, 0)},
+        True,
+        580,
+    ),
     "mxfp8-fused": (MXFP8 | FUSED, True, 715),
     "mxfp8-fused-few": (MXFP8 | FUSED, False, 650),
     "mxfp8-half": (MXFP8 | HALF, True, 755),
-    "mxfp8-chunk32": (MXFP8 | FUSED | {"CHUNK32": True}, True, 740),
-    "mxfp8-chunk32-of-3-partial": (MXFP8 | HALF | CHUNK32_OF_3 | PARTIAL, True, 795),
-    "mxfp8-chunk32-of-3-few": (MXFP8 | HALF | CHUNK32_OF_3, False, 690),
-    "group128-packed": (GROUPS | FUSED | {"KIND": 4, "GROUP": 128}, True, 685),
-    "group64-packed-partial": (GROUPS | PARTIAL | {"KIND": 4, "GROUP": 64}, True, 635),
-    "group128-float32": (GROUPS | FUSED | {"KIND": 2, "GROUP": 128}, True, 1140),
-    "group128-float32-few": (GROUPS | FUSED | {"KIND": 2, "GROUP": 128}, False, 830),
-    "group32-float32": (GROUPS | {"KIND": 2, "GROUP": 32}, True, 1025),
-    "group64-pow2": (GROUPS | HALF | {"KIND": 3, "GROUP": 64}, True, 765),
+    "mxfp8-chunk32": (CHUNK32 | FUSED, True, 740),
+    "mxfp8-chunk32-of-3-partial": (CHUNK32_OF_3 | HALF | PARTIAL, True, 795),
+    "mxfp8-chunk32-of-3-few": (CHUNK32_OF_3 | HALF, False, 690),
+    "group128-packed": (_groups(4, 128) | FUSED, True, 685),
+    "group64-packed-partial": (_groups(4, 64) | PARTIAL, True, 635),
+    "group128-float32": (_groups(2, 128) | FUSED, True, 1140),
+    "group128-float32-few": (_groups(2, 128) | FUSED, False, 830),
+    "group32-float32": (_groups(2, 32), True, 1025),
+    "group64-pow2": (_groups(3, 64) | HALF, True, 765),
     "nvfp4-fused": (NVFP4 | FUSED, True, 1310),
     "nvfp4-half-partial": (NVFP4 | HALF | PARTIAL, True, 1335),
     "nvfp4-fused-few": (NVFP4 | FUSED, False, 870),
@@ -83,7 +94,7 @@ def test_compiles_to_few_instructions_without_spills(name: str) -> None:
 
     constants, is_for_many, limit = CONFIGURATIONS[name]
     program = merge.MANY if is_for_many else merge.FEW
-    chosen: dict[str, Any] = constants | {"BLOCK_H": program.heads, "AHEAD": program.ahead}
+    chosen: dict[str, Any] = constants | {"PROGRAM": program}
     options = {"num_warps": program.warps, **merge.OPTIONS}
     built = compile_kernel(merge.merge_splits_kernel, options, chosen, merge.UNALIGNED)
     assert built.spilled_bytes == 0
@@ -96,10 +107,11 @@ def test_compiles_to_few_instructions_without_spills(name: str) -> None:
     codes = sum("F2FP" in text and ("E4M3" in text or "BF16" in text) for text in texts)
     # Nvfp4 codes are made by additions; only scales are converted, by two
     # threads each.
-    is_fp4 = constants["KIND"] == 5
+    kind = constants["OUTPUT"].kind
+    is_fp4 = kind == 5
     conversions = max(elements // 16, 1) if is_fp4 else elements // 2
     assert codes == conversions, "two codes, values or scales in one instruction"
-    store = {0: "STG.E.128", 5: "STG.E desc"}.get(int(constants["KIND"]), "STG.E.64")
+    store = {0: "STG.E.128", 5: "STG.E desc"}.get(kind, "STG.E.64")
     # The logarithm is as wide as 8 codes of 4 bits.
     stores = elements // 8 + (1 if is_fp4 else 0)
     assert sum(store in text for text in texts) == stores, "8 leave together"

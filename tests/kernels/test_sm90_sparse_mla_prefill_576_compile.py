@@ -10,44 +10,46 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.sm90_build import build, needs_gated_triton
+pytest.importorskip("triton", reason="needs triton to compile kernels")
+
+from mlacast.kernels.config.attention import EndConfig, PoolConfig, QueryConfig  # noqa: E402
+from mlacast.kernels.config.output import OutputConfig  # noqa: E402
+from mlacast.kernels.config.sparse_attention import work_config  # noqa: E402
+from tests.kernels.sm90_build import build, needs_gated_triton  # noqa: E402
 
 pytestmark = needs_gated_triton
 
 PLAIN = {
-    "HEAD_BLOCKS": 2,
-    "FULL_TILES": True,
-    "HAS_ROPE": False,
-    "HALF_PAIRING": False,
-    "HAS_SINK": False,
-    "HAS_LENGTH": False,
-    "KIND": 0,
-    "GROUP": 512,
-    "F": 65536,
-    "CHUNK32": False,
-    "AMAX_FLOOR": 0.0,
+    "WORK": work_config(128, 1),
+    "QUERY": QueryConfig(576),
+    "POOL": PoolConfig("rows"),
+    "END": EndConfig(),
+    "OUTPUT": OutputConfig(0, 512, 65536, False, 0.0, 0),
 }
-ROTATED = PLAIN | {"HAS_ROPE": True, "HALF_PAIRING": True, "HAS_SINK": True, "FULL_TILES": False}
+LENGTH = {"POOL": PoolConfig("rows", has_length=True)}
+ROTATED = PLAIN | {
+    "WORK": work_config(127, 1),
+    "QUERY": QueryConfig(576, is_rotated=True, half_pairing=True),
+    "END": EndConfig(has_sink=True, half_pairing=True),
+}
 # The variant that needs most shared memory: every argument is one that the roles keep there.
-CHUNKED = PLAIN | {
-    "HAS_ROPE": True,
-    "HAS_SINK": True,
-    "HAS_LENGTH": True,
-    "KIND": 4,
-    "GROUP": 32,
-    "F": 4096,
-    "CHUNK32": True,
-    "AMAX_FLOOR": 1e-4,
+CHUNKED = {
+    **PLAIN,
+    **LENGTH,
+    "QUERY": QueryConfig(576, is_rotated=True),
+    "END": EndConfig(has_sink=True),
+    "OUTPUT": OutputConfig(4, 32, 4096, True, 1e-4, 0),
 }
-NVFP4 = CHUNKED | {"KIND": 5, "GROUP": 16, "CHUNK32": False, "AMAX_FLOOR": 0.0}
-GROUP64 = {"KIND": 2, "GROUP": 64, "AMAX_FLOOR": 1e-10}
+NVFP4 = CHUNKED | {"OUTPUT": OutputConfig(5, 16, 4096, False, 0.0, 0)}
+GROUP64 = {"OUTPUT": OutputConfig(2, 64, 65536, False, 1e-10, 0)}
 CASES = {
     "plain-bf16": PLAIN,
     "rotated-half-sink-partial-bf16": ROTATED,
     "fused-chunk32-mxfp8": CHUNKED,
-    "rotated-half-sink-partial-group64-float32": ROTATED | {"HAS_LENGTH": True, **GROUP64},
+    "rotated-half-sink-partial-group64-float32": ROTATED | LENGTH | GROUP64,
     "fused-nvfp4": NVFP4,
-    "rotated-half-sink-partial-nvfp4": ROTATED | {"KIND": 5, "GROUP": 16},
+    "rotated-half-sink-partial-nvfp4": ROTATED
+    | {"OUTPUT": OutputConfig(5, 16, 65536, False, 0.0, 0)},
 }
 # As with 512 dimensions.
 STORES = {0: {"128": 32}, 5: {"128": 8}}
@@ -65,4 +67,4 @@ def test_fits_without_spills_or_serialised_wgmma(constants: dict[str, Any]) -> N
     # First scores and those of the loop: 576 dimensions each; two output roles: 256 by 64 keys.
     assert built.products == {"64x64": 2 * 36, "64x128": 2 * 8}
     assert built.copy_bits == {"128"}, "rows travel in 16-byte pieces"
-    assert built.wide_stores == STORES.get(constants["KIND"], {"64": 32})
+    assert built.wide_stores == STORES.get(constants["OUTPUT"].kind, {"64": 32})

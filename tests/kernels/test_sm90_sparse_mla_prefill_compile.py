@@ -10,52 +10,56 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.sm90_build import build, needs_gated_triton
+pytest.importorskip("triton", reason="needs triton to compile kernels")
+
+from mlacast.kernels.config.attention import EndConfig, PoolConfig, QueryConfig  # noqa: E402
+from mlacast.kernels.config.output import OutputConfig  # noqa: E402
+from mlacast.kernels.config.sparse_attention import work_config  # noqa: E402
+from tests.kernels.sm90_build import build, needs_gated_triton  # noqa: E402
 
 pytestmark = needs_gated_triton
 
 PLAIN = {
-    "HEAD_BLOCKS": 1,
-    "FULL_TILES": True,
-    "CHUNK16": False,
-    "HAS_NORM": False,
-    "HAS_ROPE": False,
-    "HALF_PAIRING": False,
-    "HAS_SINK": False,
-    "HAS_LENGTH": False,
-    "KIND": 0,
-    "GROUP": 512,
-    "F": 32768,
-    "CHUNK32": False,
-    "AMAX_FLOOR": 0.0,
+    "WORK": work_config(64, 1),
+    "QUERY": QueryConfig(512),
+    "POOL": PoolConfig("rows"),
+    "END": EndConfig(),
+    "OUTPUT": OutputConfig(0, 512, 32768, False, 0.0, 0),
 }
-FUSED = PLAIN | {"HAS_NORM": True, "HAS_ROPE": True, "HAS_SINK": True, "HAS_LENGTH": True}
+FUSED = PLAIN | {
+    "QUERY": QueryConfig(512, has_norm=True, is_rotated=True),
+    "POOL": PoolConfig("rows", has_length=True),
+    "END": EndConfig(has_sink=True, rotates_back=True),
+}
+HALF_PARTIAL = {
+    "WORK": work_config(63, 1),
+    "QUERY": FUSED["QUERY"]._replace(half_pairing=True),
+    "END": FUSED["END"]._replace(half_pairing=True),
+}
+CHUNK16 = {"QUERY": FUSED["QUERY"]._replace(chunk16=True)}
 
 
-def _fp8(kind: int, group: int, **constants: bool) -> dict[str, Any]:
+def _fp8(kind: int, group: int, chunk32: bool = False) -> dict[str, Any]:
     """Everything fused, eight heads to a group of the output, one scale to ``group`` values."""
-    scaled = {"KIND": kind, "GROUP": group, "F": 4096, "AMAX_FLOOR": 1e-4}
-    return FUSED | scaled | constants
+    return FUSED | {"OUTPUT": OutputConfig(kind, group, 4096, chunk32, 1e-4, 0)}
 
 
 # What dispatch sends here: every kind of output, and each option with some of them.
 CASES = {
     "plain-bf16": PLAIN,
-    "fused-half-pairing-partial-tile-bf16": FUSED | {"HALF_PAIRING": True, "FULL_TILES": False},
-    "fused-chunk16-bf16": FUSED | {"CHUNK16": True},
+    "fused-half-pairing-partial-tile-bf16": FUSED | HALF_PARTIAL,
+    "fused-chunk16-bf16": FUSED | CHUNK16,
     "fused-fp8-tensor": _fp8(1, 512),
     "fused-mxfp8": _fp8(4, 32),
-    "fused-chunk16-chunk32-mxfp8": _fp8(4, 32, CHUNK16=True, CHUNK32=True),
-    "fused-half-pairing-partial-tile-mxfp8": _fp8(4, 32, HALF_PAIRING=True, FULL_TILES=False),
+    "fused-chunk16-chunk32-mxfp8": _fp8(4, 32, chunk32=True) | CHUNK16,
+    "fused-half-pairing-partial-tile-mxfp8": _fp8(4, 32) | HALF_PARTIAL,
     "fused-group128-float32": _fp8(2, 128),
     "fused-group128-packed": _fp8(4, 128),
-    "fused-half-pairing-partial-tile-group64-float32": _fp8(
-        2, 64, HALF_PAIRING=True, FULL_TILES=False
-    ),
+    "fused-half-pairing-partial-tile-group64-float32": _fp8(2, 64) | HALF_PARTIAL,
     "fused-group64-pow2": _fp8(3, 64),
     "fused-group32-float32": _fp8(2, 32),
     "fused-nvfp4": _fp8(5, 16),
-    "fused-half-pairing-partial-tile-nvfp4": _fp8(5, 16, HALF_PAIRING=True, FULL_TILES=False),
+    "fused-half-pairing-partial-tile-nvfp4": _fp8(5, 16) | HALF_PARTIAL,
 }
 # Of 64 heads of 512 a thread stores 256 numbers: bfloat16, codes of 4 bits, else of 8.
 STORES = {0: {"128": 32}, 5: {"128": 8}}
@@ -71,4 +75,4 @@ def test_compiles_without_serialised_wgmma_or_spills(constants: dict[str, Any]) 
     assert built.copy_bits == {"128"}, "rows travel in 16-byte pieces"
     # Where the compiler no longer sees neighbours it stores single numbers, and a bfloat16 output
     # takes twice the time.
-    assert built.wide_stores == STORES.get(constants["KIND"], {"64": 32})
+    assert built.wide_stores == STORES.get(constants["OUTPUT"].kind, {"64": 32})

@@ -212,9 +212,9 @@ HOPPER = (
         "sparse_mla_prefill",
         "the norm is that of the rotated query",
         _SM90 + "sparse_mla_prefill_score.py",
-        "            q_rope = gl.convert_layout(rotate(q_rope, cos, sin, HALF_PAIRING), Q)\n",
-        "            q_rope = gl.convert_layout(rotate(q_rope, cos, sin, HALF_PAIRING), Q)\n"
-        "            if HAS_NORM:\n"
+        "            q_rope = gl.convert_layout(rotate(q_rope, cos, sin, QUERY.half_pairing), Q)\n",
+        "            q_rope = gl.convert_layout(rotate(q_rope, cos, sin, QUERY.half_pairing), Q)\n"
+        "            if QUERY.has_norm:\n"
         "                squares = sum_of_squares(q_rope, ROW)\n",
         (_PREFILL + "[mx-head]",),
     ),
@@ -223,8 +223,8 @@ HOPPER = (
         "sparse_mla_prefill",
         "padding rows of scales keep what they held",
         _SM90 + "sparse_mla_prefill_output.py",
-        "padding = gl.where(token == num_tiles // HEAD_BLOCKS - 1, padding_rows, 0)",
-        "padding = gl.where(token == num_tiles // HEAD_BLOCKS, padding_rows, 0)",
+        "padding = gl.where(token == num_tiles // WORK.head_blocks - 1, padding_rows, 0)",
+        "padding = gl.where(token == num_tiles // WORK.head_blocks, padding_rows, 0)",
         (_PREFILL + "[mx-head]",),
     ),
     Fault(

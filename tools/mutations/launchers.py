@@ -128,9 +128,9 @@ LAUNCHERS = (
         "hopper-prefill-head-blocks",
         "sparse_mla_prefill",
         "the last heads of a token have no program",
-        _SM90 + "sparse_mla_prefill.py",
-        "head_blocks = -(-num_heads // 64)",
-        "head_blocks = max(num_heads // 64, 1)",
+        "mlacast/kernels/config/sparse_attention.py",
+        "WorkConfig(-(-num_heads // 64),",
+        "WorkConfig(max(num_heads // 64, 1),",
         ("tests/kernels/test_hopper_launchers.py",),
     ),
     Fault(

@@ -54,6 +54,36 @@ def rope_arguments(
     return [sink, table, table.stride(0), table.shape[0], positions, positions.stride(0)]
 
 
+def prefill_arguments(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    lengths: torch.Tensor | None,
+    attn_sink: torch.Tensor | None,
+    rope: Rope | None,
+    max_logits: torch.Tensor,
+    lse: torch.Tensor,
+) -> list[Any]:
+    """What a sparse prefill reads, and its sums, as kernel arguments.
+
+    Returns:
+        q and two strides, kv with its stride and rows, `list_arguments`, `rope_arguments`,
+        max_logits and lse.
+    """
+    return [
+        q,
+        q.stride(0),
+        q.stride(1),
+        kv,
+        kv.stride(0),
+        kv.shape[0],
+        *list_arguments(indices, lengths),
+        *rope_arguments(attn_sink, rope, lse, indices),
+        max_logits,
+        lse,
+    ]
+
+
 def split_scales(
     sm_scale: float | torch.Tensor, v_scale: float | torch.Tensor, absent: torch.Tensor
 ) -> tuple[Scales, ScaleConfig]:

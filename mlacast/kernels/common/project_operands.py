@@ -43,27 +43,25 @@ def _bytes_of_word(word, start, COLUMNS: tl.constexpr, PER_BYTE: tl.constexpr):
 def load_codes(
     rows,
     start,
-    KIND: tl.constexpr,
-    F: tl.constexpr,
-    CHUNK32: tl.constexpr,
+    SOURCE: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Codes of a block, two in a byte for NVFP4: [ROWS, BLOCK_K] or half of that.
 
     ``rows`` [ROWS, 1] points at the group's first code of each token.
     """
-    if KIND == NVFP4:
+    if SOURCE.kind == NVFP4:
         k = start // 2 + tl.arange(0, BLOCK_K // 2)
-        limit: tl.constexpr = F // 2
+        limit: tl.constexpr = SOURCE.features // 2
     else:
         k = start + tl.arange(0, BLOCK_K)
-        limit: tl.constexpr = F
+        limit: tl.constexpr = SOURCE.features
     place = k
-    if CHUNK32:
+    if SOURCE.chunk32:
         inside = tl.arange(0, BLOCK_K)
-        first = _block_of(start, F, True) * 32
-        place = first + inside // 32 * (F // 512 * 32) + inside % 32
-    if F % BLOCK_K == 0:
+        first = _block_of(start, SOURCE.features, True) * 32
+        place = first + inside // 32 * (SOURCE.features // 512 * 32) + inside % 32
+    if SOURCE.features % BLOCK_K == 0:
         return tl.load(rows + place[None, :])
     else:
         return tl.load(rows + place[None, :], mask=(k < limit)[None, :], other=0)
@@ -116,10 +114,7 @@ def scaled_operand(
     row,
     group,
     start,
-    KIND: tl.constexpr,
-    F: tl.constexpr,
-    CHUNK32: tl.constexpr,
-    SF_COLUMN_TILES: tl.constexpr,
+    SOURCE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     AS_OPERAND: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -129,22 +124,26 @@ def scaled_operand(
     With AS_OPERAND the power of two of each 32 features is in them. Scales of NVFP4 always are, but
     not its global one.
     """
-    if KIND == BF16:
+    if SOURCE.kind == BF16:
         return codes
-    elif KIND == NVFP4:
+    elif SOURCE.kind == NVFP4:
         tl.static_assert(BLOCK_K == 64, "four scales of a token are a word")
         wide = codes.to(tl.int32)
         values = tl.interleave(decode_e2m1(wide & 0xF), decode_e2m1(wide >> 4))
-        blocks: tl.constexpr = F // 16
+        blocks: tl.constexpr = SOURCE.features // 16
         first = group * blocks + start // 16
-        word = _load_swizzled_word(sf, row, first, (group + 1) * blocks, SF_COLUMN_TILES, F)
+        word = _load_swizzled_word(
+            sf, row, first, (group + 1) * blocks, SOURCE.sf_column_tiles, SOURCE.features
+        )
         # A word starts with the scale of ``start``.
         scale = _bytes_of_word(word, 0, BLOCK_K, 16)
         return values * decode_e4m3(scale.to(tl.uint8))
     else:
         values = from_e4m3(codes, NATIVE)
         if AS_OPERAND:
-            word = _load_packed_bytes(sf, stride_word, start, F, CHUNK32, BLOCK_K)
+            word = _load_packed_bytes(
+                sf, stride_word, start, SOURCE.features, SOURCE.chunk32, BLOCK_K
+            )
             values *= decode_ue8m0(_bytes_of_word(word, start, BLOCK_K, 32))
         return values
 
@@ -154,16 +153,13 @@ def activation_factor(
     sf,
     stride_word,
     start,
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    F: tl.constexpr,
-    CHUNK32: tl.constexpr,
+    SOURCE: tl.constexpr,
 ):
-    """Float32 scale [ROWS] of the group of GROUP features at ``start``."""
-    if KIND != FP8_UE8M0:
-        return tl.load(sf + tl.cast(start // GROUP, tl.int64) * stride_word)
+    """Float32 scale [ROWS] of the group of features at ``start``."""
+    if SOURCE.kind != FP8_UE8M0:
+        return tl.load(sf + tl.cast(start // SOURCE.group, tl.int64) * stride_word)
     else:
-        block = _block_of(start, F, True) if CHUNK32 else start // GROUP
+        block = _block_of(start, SOURCE.features, True) if SOURCE.chunk32 else start // SOURCE.group
         word = tl.load(sf + tl.cast(block // 4, tl.int64) * stride_word)
         return decode_ue8m0((word >> (block % 4 * 8)) & 0xFF)
 

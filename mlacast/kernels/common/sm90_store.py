@@ -71,13 +71,11 @@ def _store_scales(
     head_start,
     num_heads,
     FIRST: gl.constexpr,
-    KIND: gl.constexpr,
-    GROUP: gl.constexpr,
-    F: gl.constexpr,
-    CHUNK32: gl.constexpr,
+    OUTPUT: gl.constexpr,
 ):
-    """Store one scale per head and block [heads, n / GROUP]."""
-    HEADS: gl.constexpr = F // 512
+    """Store one scale per head and block [heads, n / group]."""
+    GROUP: gl.constexpr = OUTPUT.group
+    HEADS: gl.constexpr = OUTPUT.features // 512
     BLOCK_H: gl.constexpr = scales.shape[0]
     BLOCKS: gl.constexpr = scales.shape[1]
     LAYOUT: gl.constexpr = scales.type.layout
@@ -86,9 +84,9 @@ def _store_scales(
     within = head % HEADS
     group = (head // HEADS).to(gl.int64) * stride_group
     mask = (head < num_heads)[:, None] & (block >= 0)[None, :]
-    if KIND == FP8_UE8M0:
+    if OUTPUT.kind == FP8_UE8M0:
         # Scale ``index`` of a group is byte index % 4 of word index // 4.
-        if not CHUNK32:
+        if not OUTPUT.chunk32:
             in_row = (group + within * (128 // GROUP) * stride_word) * 4
             in_column = (block // 4) * stride_word * 4 + block % 4
             offsets = in_row[:, None] + in_column[None, :]
@@ -103,7 +101,7 @@ def _store_scales(
         bytes_ptr += row * stride_token * 4
         gl.store(bytes_ptr + offsets, scales.to(gl.uint8), mask=mask)
     else:
-        if CHUNK32:
+        if OUTPUT.chunk32:
             offsets = (group + within * stride_word)[:, None]
             offsets += (block * HEADS * stride_word)[None, :]
         else:
@@ -189,11 +187,7 @@ def store_rows(
     num_heads,
     FIRST: gl.constexpr,
     FULL_TILES: gl.constexpr,
-    KIND: gl.constexpr,
-    GROUP: gl.constexpr,
-    F: gl.constexpr,
-    CHUNK32: gl.constexpr,
-    AMAX_FLOOR: gl.constexpr,
+    OUTPUT: gl.constexpr,
 ):
     """Quantise and store dimensions ``FIRST``.. of heads of one token: ``x`` [heads, n] float32.
 
@@ -202,9 +196,9 @@ def store_rows(
     buffer's last token. Of NVFP4, whose scales have no strides, ``stride_sf_word`` is the range's
     first row.
     """
-    if KIND == BF16:
+    if OUTPUT.kind == BF16:
         codes = x.to(gl.bfloat16)
-    elif KIND == NVFP4:
+    elif OUTPUT.kind == NVFP4:
         codes, scales = rows_to_nvfp4(x, scale)
         store_scale_bytes(
             scales,
@@ -216,10 +210,10 @@ def store_rows(
             FIRST,
             FULL_TILES,
         )
-    elif KIND == FP8_TENSOR:
+    elif OUTPUT.kind == FP8_TENSOR:
         codes = _to_e4m3(x * scale)
     else:
-        codes, scales = _quantise_groups(x, KIND, GROUP, AMAX_FLOOR)
+        codes, scales = _quantise_groups(x, OUTPUT.kind, OUTPUT.group, OUTPUT.amax_floor)
         _store_scales(
             scales,
             sf_ptr,
@@ -230,10 +224,7 @@ def store_rows(
             head_start,
             num_heads,
             FIRST,
-            KIND,
-            GROUP,
-            F,
-            CHUNK32,
+            OUTPUT,
         )
         for padding in range(padding_rows):
             _store_scales(
@@ -246,10 +237,7 @@ def store_rows(
                 head_start,
                 num_heads,
                 FIRST,
-                KIND,
-                GROUP,
-                F,
-                CHUNK32,
+                OUTPUT,
             )
     _store_codes(
         codes,
@@ -258,8 +246,8 @@ def store_rows(
         head_start,
         num_heads,
         FIRST,
-        F,
-        CHUNK32,
+        OUTPUT.features,
+        OUTPUT.chunk32,
         FULL_TILES,
-        8 if KIND == NVFP4 else 1,
+        8 if OUTPUT.kind == NVFP4 else 1,
     )

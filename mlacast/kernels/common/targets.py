@@ -25,6 +25,16 @@ class StoreTarget:
     config: OutputConfig
 
     @property
+    def hopper_numbers(self) -> list[int]:
+        """The numbers without the range's first row, which kernels for sm90 find elsewhere."""
+        return [value for name, value in self.numbers.items() if name != "row_start"]
+
+    @property
+    def hopper_config(self) -> OutputConfig:
+        """The compile-time values without the width of swizzled scales, which those do not read."""
+        return self.config._replace(sf_column_tiles=0)
+
+    @property
     def constants(self) -> dict[str, Any]:
         """The compile-time values one by one, for kernels that take them so."""
         names = ("KIND", "GROUP", "F", "CHUNK32", "AMAX_FLOOR", "SF_COLUMN_TILES")

@@ -7,7 +7,7 @@ the scales multiply its float32 sums; elsewhere codes become numbers first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import triton
@@ -77,28 +77,21 @@ def _project_kernel(
     stride_out_token,
     stride_out_group,
     SUMMED_GROUPS: tl.constexpr,
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    F: tl.constexpr,
-    CHUNK32: tl.constexpr,
-    SF_COLUMN_TILES: tl.constexpr,
-    W_KIND: tl.constexpr,
+    TILES: tl.constexpr,
+    SOURCE: tl.constexpr,
+    PRODUCT: tl.constexpr,
     COMPUTE: tl.constexpr,
-    FP8_PRODUCT: tl.constexpr,
-    X_OPERAND: tl.constexpr,
-    X_FACTOR: tl.constexpr,
-    W_OPERAND: tl.constexpr,
-    W_FACTOR: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     """BLOCK_M tokens by BLOCK_N columns of one group, or of the sum over SUMMED_GROUPS groups.
 
     Grid: (ceil(T / BLOCK_M) * ceil(d_out / BLOCK_N), groups, or 1 with a sum); neighbours share
-    their tokens. Rows and columns past the last one repeat it and are not stored.
+    their tokens. Rows and columns past the last one repeat it and are not stored. SOURCE describes
+    the buffer that is read.
     """
+    BLOCK_M: tl.constexpr = TILES.block_m
+    BLOCK_N: tl.constexpr = TILES.block_n
+    BLOCK_K: tl.constexpr = TILES.block_k
     column_blocks = tl.cdiv(num_columns, BLOCK_N)
     first_token = (tl.program_id(0) // column_blocks) * BLOCK_M
     first_column = (tl.program_id(0) % column_blocks) * BLOCK_N
@@ -108,47 +101,53 @@ def _project_kernel(
     weight_row = tl.minimum(column, num_columns - 1).to(tl.int64)
     data_rows = data_ptr + (row * stride_data_token)[:, None]
     weight_rows = weight_ptr + (weight_row * stride_weight_column)[:, None]
-    if W_KIND == BLOCKS_128:
+    if PRODUCT.weight_kind == BLOCKS_128:
         # A block of columns lies in one block of scales.
         tl.static_assert(128 % BLOCK_N == 0)
         weight_sf = weight_sf_ptr + (first_column // 128).to(tl.int64) * stride_weight_sf_column
     else:
         weight_sf = weight_sf_ptr + weight_row * stride_weight_sf_column
+    F: tl.constexpr = SOURCE.features
     STEPS: tl.constexpr = (F + BLOCK_K - 1) // BLOCK_K
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     # Factors are a step ahead: unlike operands, they are not prefetched by the compiler.
     x_next = sf_ptr
     w_next = weight_sf_ptr
-    if X_FACTOR:
+    if PRODUCT.x_factor:
         sf = sf_ptr + (row * stride_sf_token + tl.program_id(1).to(tl.int64) * stride_sf_group)
-        x_next = activation_factor(sf, stride_sf_word, 0, KIND, GROUP, F, CHUNK32)
-    if W_FACTOR:
+        x_next = activation_factor(sf, stride_sf_word, 0, SOURCE)
+    if PRODUCT.w_factor:
         group_sf = weight_sf + tl.program_id(1).to(tl.int64) * stride_weight_sf_group
         w_next = weight_factor(group_sf, stride_weight_sf_word, 0)
     for step in range(0, SUMMED_GROUPS * STEPS):
         group = tl.program_id(1) + step // STEPS
         wide_group = group.to(tl.int64)
         start = step % STEPS * BLOCK_K
-        x = load_codes(data_rows + wide_group * stride_data_group, start, KIND, F, CHUNK32, BLOCK_K)
+        x = load_codes(
+            data_rows + wide_group * stride_data_group,
+            start,
+            SOURCE,
+            BLOCK_K,
+        )
         w = load_weights(weight_rows + wide_group * stride_weight_group, start, F, BLOCK_K)
         x_factor = x_next
         w_factor = w_next
-        if X_FACTOR or W_FACTOR:
+        if PRODUCT.x_factor or PRODUCT.w_factor:
             ahead = tl.minimum(step + 1, SUMMED_GROUPS * STEPS - 1)
             ahead_group = (tl.program_id(1) + ahead // STEPS).to(tl.int64)
             ahead_start = ahead % STEPS * BLOCK_K
-            if X_FACTOR:
+            if PRODUCT.x_factor:
                 sf = sf_ptr + (row * stride_sf_token + ahead_group * stride_sf_group)
-                x_next = activation_factor(sf, stride_sf_word, ahead_start, KIND, GROUP, F, CHUNK32)
-            if W_FACTOR:
+                x_next = activation_factor(sf, stride_sf_word, ahead_start, SOURCE)
+            if PRODUCT.w_factor:
                 group_sf = weight_sf + ahead_group * stride_weight_sf_group
                 w_next = weight_factor(group_sf, stride_weight_sf_word, ahead_start)
-        if FP8_PRODUCT:
+        if PRODUCT.multiplies_codes:
             x = x.to(tl.float8e4nv, bitcast=True)
             w = w.to(tl.float8e4nv, bitcast=True)
         else:
             sf = sf_ptr
-            if KIND != NVFP4:
+            if SOURCE.kind != NVFP4:
                 sf = sf_ptr + (row * stride_sf_token + wide_group * stride_sf_group)
             x = scaled_operand(
                 x,
@@ -157,32 +156,36 @@ def _project_kernel(
                 row_start + row,
                 group,
                 start,
-                KIND,
-                F,
-                CHUNK32,
-                SF_COLUMN_TILES,
+                SOURCE,
                 BLOCK_K,
-                X_OPERAND,
+                PRODUCT.x_operand,
                 NATIVE,
             ).to(COMPUTE)
             group_sf = weight_sf + wide_group * stride_weight_sf_group
             w = weight_operand(
-                w, group_sf, stride_weight_sf_word, start, W_KIND, BLOCK_K, W_OPERAND, NATIVE
+                w,
+                group_sf,
+                stride_weight_sf_word,
+                start,
+                PRODUCT.weight_kind,
+                BLOCK_K,
+                PRODUCT.w_operand,
+                NATIVE,
             ).to(COMPUTE)
-        if X_FACTOR or W_FACTOR:
+        if PRODUCT.x_factor or PRODUCT.w_factor:
             part = tl.dot(x, tl.trans(w), input_precision="ieee", out_dtype=tl.float32)
-            if X_FACTOR and W_FACTOR:
+            if PRODUCT.x_factor and PRODUCT.w_factor:
                 factor = (x_factor * w_factor)[:, None]
-            elif X_FACTOR:
+            elif PRODUCT.x_factor:
                 factor = x_factor[:, None]
             else:
                 factor = w_factor
             acc = tl.fma(part, tl.broadcast_to(factor, acc.shape), acc)
         else:
             acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
-    if KIND == FP8_TENSOR:
+    if SOURCE.kind == FP8_TENSOR:
         acc *= tl.load(scale_ptr)
-    elif KIND == NVFP4:
+    elif SOURCE.kind == NVFP4:
         acc = tl.math.div_rn(acc, tl.load(scale_ptr))
     out = out_ptr + tl.program_id(1).to(tl.int64) * stride_out_group
     out += (token.to(tl.int64) * stride_out_token)[:, None] + column[None, :]
@@ -190,8 +193,27 @@ def _project_kernel(
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@dataclass(frozen=True)
-class Variant:
+class ProductConfig(NamedTuple):
+    """What is multiplied where.
+
+    Attributes:
+        weight_kind: Kind of weights, as in ``project_operands``.
+        multiplies_codes: Whether the matrix unit multiplies codes; else numbers.
+        x_operand: Whether scales of activations are in their operand.
+        x_factor: Whether they multiply products.
+        w_operand: Whether scales of weights are in their operand.
+        w_factor: Whether they multiply products.
+    """
+
+    weight_kind: int
+    multiplies_codes: bool
+    x_operand: bool
+    x_factor: bool
+    w_operand: bool
+    w_factor: bool
+
+
+class Variant(NamedTuple):
     """A tile, and how it is multiplied.
 
     Attributes:
@@ -226,7 +248,7 @@ def _can_multiply_codes(kind: int, weight_kind: int) -> bool:
 
 def _fit(
     variant: Variant, kind: int, group: int, weight_kind: int
-) -> tuple[Variant, dict[str, bool]]:
+) -> tuple[Variant, ProductConfig]:
     """Cut the steps to what the scales allow, and say what multiplies where."""
     # Codes with scales, which are none for one scale per tensor.
     has_groups = kind in (2, 3, 4)
@@ -238,14 +260,15 @@ def _fit(
         block_k = 64
     if x_factor:
         block_k = min(block_k, group)
-    flags = {
-        "FP8_PRODUCT": fp8_product,
-        "X_OPERAND": x_operand,
-        "X_FACTOR": x_factor,
-        "W_OPERAND": weight_kind == _GROUPS_32,
-        "W_FACTOR": weight_kind == _BLOCKS_128,
-    }
-    return replace(variant, block_k=block_k), flags
+    product = ProductConfig(
+        weight_kind,
+        multiplies_codes=fp8_product,
+        x_operand=x_operand,
+        x_factor=x_factor,
+        w_operand=weight_kind == _GROUPS_32,
+        w_factor=weight_kind == _BLOCKS_128,
+    )
+    return variant._replace(block_k=block_k), product
 
 
 def _launch(
@@ -263,16 +286,16 @@ def _launch(
     device, tokens, columns = out.data.device, out.num_tokens, weight[1].shape[1]
     native = has_fp8_casts(device)
     target = store_target(out)
-    constants = target.constants
-    kind = constants["KIND"]
+    source = target.config
+    kind = source.kind
     weight_kind = _PLAIN
     if weight_sf is not None:
         weight_kind = _BLOCKS_128 if weight_sf[0].dtype == torch.float32 else _GROUPS_32
     fp8_product = native and _can_multiply_codes(kind, weight_kind)
     if variant is None:
         variant = choose_variant(tokens, fp8_product)
-    variant = replace(variant, fp8_product=variant.fp8_product and fp8_product)
-    variant, flags = _fit(variant, kind, constants["GROUP"], weight_kind)
+    variant = variant._replace(fp8_product=variant.fp8_product and fp8_product)
+    variant, product = _fit(variant, kind, source.group, weight_kind)
     launches = Launches(device, target)
     codes = weight[1] if weight_kind == _PLAIN else weight[1].view(torch.uint8)
     codes = launches.inside(weight[0], codes)
@@ -301,17 +324,10 @@ def _launch(
         into.stride(0),
         into.stride(1),
         SUMMED_GROUPS=summed_groups,
-        KIND=kind,
-        GROUP=constants["GROUP"],
-        F=constants["F"],
-        CHUNK32=constants["CHUNK32"],
-        SF_COLUMN_TILES=constants["SF_COLUMN_TILES"],
-        W_KIND=weight_kind,
+        TILES=variant,
+        SOURCE=source,
+        PRODUCT=product,
         COMPUTE=tl.float32 if wide else tl.bfloat16,
-        **flags,
-        BLOCK_M=variant.block_m,
-        BLOCK_N=variant.block_n,
-        BLOCK_K=variant.block_k,
         NATIVE=native,
         num_warps=variant.num_warps,
         num_stages=variant.num_stages,

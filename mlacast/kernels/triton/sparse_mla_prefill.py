@@ -8,7 +8,7 @@ import triton.language as tl
 
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.descriptors.rope import Rope
-from mlacast.kernels.common.attention_arguments import list_arguments, rope_arguments
+from mlacast.kernels.common.attention_arguments import prefill_arguments
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.records import Cache
 from mlacast.kernels.common.sparse_attention import (
@@ -188,16 +188,7 @@ def launch_sparse_mla_prefill(
     launches.launch(
         _sparse_mla_prefill_kernel,
         grid,
-        q,
-        q.stride(0),
-        q.stride(1),
-        kv,
-        kv.stride(0),
-        kv.shape[0],
-        *list_arguments(indices, topk_length),
-        *rope_arguments(attn_sink, rope, lse, indices),
-        max_logits,
-        lse,
+        *prefill_arguments(q, kv, indices, topk_length, attn_sink, rope, max_logits, lse),
         *target.tensors.values(),
         *target.numbers.values(),
         num_tokens,

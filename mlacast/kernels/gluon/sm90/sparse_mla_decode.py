@@ -108,7 +108,6 @@ def launch_sparse_mla_decode(
         scales.v_scale,
         scales.v_scale_tensor,
     )
-    numbers = {name: value for name, value in target.numbers.items() if name != "row_start"}
     items = num_tokens * work.head_blocks * splits
     programs = min(items, num_multiprocessors(q.device))
     # What both kernels take behind their pools, before and after the norm's epsilon.
@@ -117,7 +116,7 @@ def launch_sparse_mla_decode(
         lse,
         *partials,
         *target.tensors.values(),
-        *numbers.values(),
+        *target.hopper_numbers,
         num_tokens,
         num_heads,
         splits,
@@ -131,8 +130,7 @@ def launch_sparse_mla_decode(
         "SCALES": scale_config,
         "POOL": hopper_pool_config(kv_format, d_qk, topk_length),
         "END": end,
-        # Neither kernel reads the width of swizzled scales.
-        "OUTPUT": target.config._replace(sf_column_tiles=0),
+        "OUTPUT": target.hopper_config,
         **OPTIONS,
     }
     if has_codes:

@@ -6,8 +6,7 @@ a kernel whose threads hold 8 neighbouring dimensions and whose warps never wait
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -181,28 +180,23 @@ def merge_splits_kernel(
     num_tokens,
     num_heads,
     num_splits,
-    ROTATE_BACK: gl.constexpr,
-    HALF_PAIRING: gl.constexpr,
-    HAS_SINK: gl.constexpr,
-    BLOCK_H: gl.constexpr,
-    AHEAD: gl.constexpr,
+    PROGRAM: gl.constexpr,
     FULL_TILES: gl.constexpr,
     PDL: gl.constexpr,
-    KIND: gl.constexpr,
-    GROUP: gl.constexpr,
-    F: gl.constexpr,
-    CHUNK32: gl.constexpr,
-    AMAX_FLOOR: gl.constexpr,
+    END: gl.constexpr,
+    OUTPUT: gl.constexpr,
 ):
-    """Merge BLOCK_H heads of one token. Grid: (s_q, ceil(h_q / BLOCK_H)).
+    """Merge some heads of one token. Grid: (s_q, ceil(h_q / heads)).
 
-    8 to 64 threads share a head. Partials are added in ascending order, AHEAD of them are on their
-    way at a time. A split without keys has the sum 0, the maximum -inf and a partial of zeros,
+    8 to 64 threads share a head. Partials are added in ascending order, several are on their way
+    at a time. A split without keys has the sum 0, the maximum -inf and a partial of zeros,
     written like any other.
 
     PDL: launched ahead of the end of the kernel that writes the partials, which starts no dependent
     before the end of what was launched before it.
     """
+    BLOCK_H: gl.constexpr = PROGRAM.heads
+    AHEAD: gl.constexpr = PROGRAM.ahead
     THREADS: gl.constexpr = gl.num_warps() * 32 // BLOCK_H
     LANES: gl.constexpr = min(THREADS, 32)
     SHAPE: gl.constexpr = [32 // LANES, LANES]
@@ -223,10 +217,10 @@ def merge_splits_kernel(
     partials = (partial_out_ptr, partial_max_ptr, partial_sum_ptr)
 
     # Inputs that were complete before the splits began need not wait for them.
-    scale = output_scale(scale_ptr, KIND)
-    if HAS_SINK:
+    scale = output_scale(scale_ptr, OUTPUT.kind)
+    if END.has_sink:
         sink = gl.load(sink_ptr + head)
-    if ROTATE_BACK:
+    if END.rotates_back:
         position = gl.load(positions_ptr + token * stride_positions).to(gl.int64)
     if PDL:
         gdc_wait()
@@ -237,14 +231,14 @@ def merge_splits_kernel(
     running_max = gl.full((BLOCK_H,), -float("inf"), gl.float32, ROW)
     for split in range(AHEAD, num_splits):
         running_max = gl.maximum(running_max, gl.load(partial_max_ptr + (row + split * step)))
-    if ROTATE_BACK:
+    if END.rotates_back:
         # Only now, behind a branch: addresses wait for the position, and partials should not.
         angles = gl.minimum(gl.maximum(position, 0), table_rows - 1)
         cos, sin = _load_angles(
             table_ptr + angles * stride_table,
-            gl.SliceLayout(0, LAYOUT if HALF_PAIRING else PAIRS),
-            8 * THREADS if HALF_PAIRING else 4 * THREADS,
-            HALF_PAIRING,
+            gl.SliceLayout(0, LAYOUT if END.half_pairing else PAIRS),
+            8 * THREADS if END.half_pairing else 4 * THREADS,
+            END.half_pairing,
         )
     for at in gl.static_range(AHEAD):
         running_max = gl.maximum(running_max, maxima[at])
@@ -263,7 +257,7 @@ def merge_splits_kernel(
     divisor = gl.where(empty, 1.0, running_sum)
     lse = gl.where(empty, -float("inf"), (running_max + gl.log2(divisor)) * LN_2)
     factor = gl.where(empty, 0.0, 1.0 / divisor)
-    if HAS_SINK:
+    if END.has_sink:
         # An empty row keeps the factor 0: sink - (-inf) would be +inf, -inf - (-inf) NaN.
         shifted = gl.where(empty, 0.0, sink - lse)
         factor = gl.where(sink == float("inf"), 0.0, factor / (1.0 + gl.exp(shifted)))
@@ -271,8 +265,8 @@ def merge_splits_kernel(
     dead = factor == 0.0
     # where, not a product with 0: an all-masked accumulator may hold NaN from an infinite value.
     out = gl.where(dead[:, None], 0.0, acc * factor[:, None])
-    if ROTATE_BACK:
-        out = _rotate_back(out, cos, sin, dead, 8 * THREADS, HALF_PAIRING)
+    if END.rotates_back:
+        out = _rotate_back(out, cos, sin, dead, 8 * THREADS, END.half_pairing)
     store_rows(
         out,
         data_ptr + token * stride_data_token,
@@ -288,16 +282,11 @@ def merge_splits_kernel(
         num_heads,
         0,
         FULL_TILES,
-        KIND,
-        GROUP,
-        F,
-        CHUNK32,
-        AMAX_FLOOR,
+        OUTPUT,
     )
 
 
-@dataclass(frozen=True)
-class Program:
+class Program(NamedTuple):
     """What a program of the merge takes on.
 
     Attributes:
@@ -358,18 +347,15 @@ def merge_splits(
         *rope_arguments,
         lse,
         *target.tensors.values(),
-        *(value for name, value in target.numbers.items() if name != "row_start"),
+        *target.hopper_numbers,
         num_tokens,
         num_heads,
         num_splits,
-        ROTATE_BACK=end.rotates_back,
-        HALF_PAIRING=end.half_pairing,
-        HAS_SINK=end.has_sink,
-        BLOCK_H=program.heads,
-        AHEAD=program.ahead,
+        PROGRAM=program,
         FULL_TILES=num_heads % program.heads == 0,
         PDL=OPTIONS["launch_pdl"],
-        **{name: value for name, value in target.constants.items() if name != "SF_COLUMN_TILES"},
+        END=end,
+        OUTPUT=target.hopper_config,
         num_warps=program.warps,
         **OPTIONS,
     )

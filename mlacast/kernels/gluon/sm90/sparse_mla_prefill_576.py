@@ -17,9 +17,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.descriptors.rope import Rope
+from mlacast.kernels.common.attention_arguments import prefill_arguments
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.targets import store_target
-from mlacast.kernels.config.sparse_attention import num_multiprocessors
+from mlacast.kernels.config.attention import PoolConfig, end_config, query_config
+from mlacast.kernels.config.sparse_attention import num_multiprocessors, work_config
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_576_barriers import (
     NUM_BARRIERS,
     init_barriers,
@@ -75,17 +77,11 @@ def sparse_mla_prefill_576_kernel(
     num_tokens,
     num_heads,
     sm_scale,
-    HEAD_BLOCKS: gl.constexpr,
-    FULL_TILES: gl.constexpr,
-    HAS_ROPE: gl.constexpr,
-    HALF_PAIRING: gl.constexpr,
-    HAS_SINK: gl.constexpr,
-    HAS_LENGTH: gl.constexpr,
-    KIND: gl.constexpr,
-    GROUP: gl.constexpr,
-    F: gl.constexpr,
-    CHUNK32: gl.constexpr,
-    AMAX_FLOOR: gl.constexpr,
+    WORK: gl.constexpr,
+    QUERY: gl.constexpr,
+    POOL: gl.constexpr,
+    END: gl.constexpr,
+    OUTPUT: gl.constexpr,
 ):
     """Tiles of 64 heads of one token, at a stride of the grid. Grid: (programs,).
 
@@ -104,10 +100,31 @@ def sparse_mla_prefill_576_kernel(
     mask_smem = gl.allocate_shared_memory(gl.int8, [NUM_SLOTS, BLOCK_N], ROW)
     barriers = gl.allocate_shared_memory(gl.int64, [NUM_BARRIERS, 1], mbarrier.MBarrierLayout())
     init_barriers(barriers)
-    num_tiles = num_tokens * HEAD_BLOCKS
+    num_tiles = num_tokens * WORK.head_blocks
     # Until here the kernel before this one may run: kernels/common/dependents.py.
     gdc_wait()
     gdc_launch_dependents()
+    # What both halves of the output get.
+    places = (
+        barriers,
+        k_smem,
+        p_smem,
+        alpha_smem,
+        topk,
+        length_ptr,
+        stride_length,
+        data_ptr,
+        sf_ptr,
+        scale_ptr,
+        stride_data_token,
+        stride_data_group,
+        stride_sf_token,
+        stride_sf_group,
+        stride_sf_word,
+        padding_rows,
+        num_heads,
+        num_tiles,
+    )
     gl.warp_specialize(
         [
             (
@@ -135,80 +152,14 @@ def sparse_mla_prefill_576_kernel(
                     num_heads,
                     num_tiles,
                     sm_scale * LOG2_E,
-                    HEAD_BLOCKS,
-                    FULL_TILES,
-                    HAS_ROPE,
-                    HALF_PAIRING,
-                    HAS_SINK,
-                    HAS_LENGTH,
+                    WORK,
+                    QUERY,
+                    POOL,
+                    END,
                 ),
             ),
-            (
-                output_role,
-                (
-                    barriers,
-                    k_smem,
-                    p_smem,
-                    alpha_smem,
-                    topk,
-                    length_ptr,
-                    stride_length,
-                    data_ptr,
-                    sf_ptr,
-                    scale_ptr,
-                    stride_data_token,
-                    stride_data_group,
-                    stride_sf_token,
-                    stride_sf_group,
-                    stride_sf_word,
-                    padding_rows,
-                    num_heads,
-                    num_tiles,
-                    0,
-                    HEAD_BLOCKS,
-                    FULL_TILES,
-                    HAS_SINK,
-                    HAS_LENGTH,
-                    KIND,
-                    GROUP,
-                    F,
-                    CHUNK32,
-                    AMAX_FLOOR,
-                ),
-            ),
-            (
-                output_role,
-                (
-                    barriers,
-                    k_smem,
-                    p_smem,
-                    alpha_smem,
-                    topk,
-                    length_ptr,
-                    stride_length,
-                    data_ptr,
-                    sf_ptr,
-                    scale_ptr,
-                    stride_data_token,
-                    stride_data_group,
-                    stride_sf_token,
-                    stride_sf_group,
-                    stride_sf_word,
-                    padding_rows,
-                    num_heads,
-                    num_tiles,
-                    1,
-                    HEAD_BLOCKS,
-                    FULL_TILES,
-                    HAS_SINK,
-                    HAS_LENGTH,
-                    KIND,
-                    GROUP,
-                    F,
-                    CHUNK32,
-                    AMAX_FLOOR,
-                ),
-            ),
+            (output_role, (places, 0, WORK, POOL, END, OUTPUT)),
+            (output_role, (places, 1, WORK, POOL, END, OUTPUT)),
             (
                 gather_role,
                 (
@@ -230,9 +181,8 @@ def sparse_mla_prefill_576_kernel(
                     tail_smem,
                     q_smem,
                     mask_smem,
-                    HEAD_BLOCKS,
-                    FULL_TILES,
-                    HAS_LENGTH,
+                    WORK,
+                    POOL,
                 ),
             ),
         ],
@@ -259,49 +209,24 @@ def launch_sparse_mla_prefill_576(
     """Fill ``out``, ``max_logits`` and ``lse``; arguments as in ``mlacast.sparse_mla_prefill``."""
     assert q_norm_eps is None, "a query of 576 dimensions has no norm"
     assert q_order == "head", "a query of 576 dimensions has one element order"
-    num_tokens, num_heads, _ = q.shape
+    num_tokens, num_heads, d_qk = q.shape
     target = store_target(out)
     launches = Launches(q.device, target)
-    numbers = {name: value for name, value in target.numbers.items() if name != "row_start"}
-    constants = {
-        name: value for name, value in target.constants.items() if name != "SF_COLUMN_TILES"
-    }
-    head_blocks = -(-num_heads // 64)
-    programs = min(num_tokens * head_blocks, num_multiprocessors(q.device))
+    work = work_config(num_heads, 1)
     launches.launch(
         sparse_mla_prefill_576_kernel,
-        (programs,),
-        q,
-        q.stride(0),
-        q.stride(1),
-        kv,
-        kv.stride(0),
-        kv.shape[0],
-        indices,
-        indices.stride(0),
-        indices.shape[1],
-        indices if topk_length is None else topk_length,
-        0 if topk_length is None else topk_length.stride(0),
-        lse if attn_sink is None else attn_sink,
-        lse if rope is None else rope.cos_sin_cache,
-        0 if rope is None else rope.cos_sin_cache.stride(0),
-        0 if rope is None else rope.cos_sin_cache.shape[0],
-        indices if rope is None else rope.positions,
-        0 if rope is None else rope.positions.stride(0),
-        max_logits,
-        lse,
+        (min(num_tokens * work.head_blocks, num_multiprocessors(q.device)),),
+        *prefill_arguments(q, kv, indices, topk_length, attn_sink, rope, max_logits, lse),
         *target.tensors.values(),
-        *numbers.values(),
+        *target.hopper_numbers,
         num_tokens,
         num_heads,
         sm_scale,
-        HEAD_BLOCKS=head_blocks,
-        FULL_TILES=num_heads % 64 == 0,
-        HAS_ROPE=rope is not None,
-        HALF_PAIRING=rope is not None and rope.pairing == "half",
-        HAS_SINK=attn_sink is not None,
-        HAS_LENGTH=topk_length is not None,
-        **constants,
+        WORK=work,
+        QUERY=query_config(d_qk, q_order, q_norm_eps, rope),
+        POOL=PoolConfig("rows", has_length=topk_length is not None),
+        END=end_config(d_qk, attn_sink, rope),
+        OUTPUT=target.hopper_config,
         **OPTIONS,
     )
     return launches

@@ -42,12 +42,12 @@ def _copy_query(
     num_heads,
     FIRST: gl.constexpr,
     WIDTH: gl.constexpr,
-    FULL_TILES: gl.constexpr,
+    WORK: gl.constexpr,
 ):
     """Start copying dimensions ``FIRST``.. of 64 heads [64, WIDTH]; absent heads become zero."""
     d = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, head.type.layout.parent))
     query = base + (head * stride_q_head)[:, None] + d[None, :]
-    if FULL_TILES:
+    if WORK.full_tiles:
         async_copy.async_copy_global_to_shared(target, query)
     else:
         mask = (head < num_heads)[:, None]
@@ -81,9 +81,8 @@ def gather_role(
     tail_smem,
     q_smem,
     mask_smem,
-    HEAD_BLOCKS: gl.constexpr,
-    FULL_TILES: gl.constexpr,
-    HAS_LENGTH: gl.constexpr,
+    WORK: gl.constexpr,
+    POOL: gl.constexpr,
 ):
     """Per tile: the query [64, 576], then its blocks of 64 selected rows [64, 576].
 
@@ -101,24 +100,24 @@ def gather_role(
     # Bit 0 is the tail's, bit 1 the query's: one register less.
     phases = 3
     step = gl.num_programs(0)
-    first_token = gl.program_id(0) // HEAD_BLOCKS
-    length = row_length(length_ptr, stride_length, first_token, topk, HAS_LENGTH)
+    first_token = gl.program_id(0) // WORK.head_blocks
+    length = row_length(length_ptr, stride_length, first_token, topk, POOL)
     ids = _load_ids(indices_ptr, stride_indices, first_token, 0, lane, length)
     for tile in range(gl.program_id(0), num_tiles, step):
-        token = tile // HEAD_BLOCKS
+        token = tile // WORK.head_blocks
         # A selection stays in uniform registers, where a minimum would not.
-        next_token = gl.where(tile + step < num_tiles, tile + step, tile) // HEAD_BLOCKS
-        next_length = row_length(length_ptr, stride_length, next_token, topk, HAS_LENGTH)
+        next_token = gl.where(tile + step < num_tiles, tile + step, tile) // WORK.head_blocks
+        next_length = row_length(length_ptr, stride_length, next_token, topk, POOL)
         base = q_ptr + token.to(gl.int64) * stride_q_token
-        head = (tile % HEAD_BLOCKS) * BLOCK_H + opaque(lane)
+        head = (tile % WORK.head_blocks) * BLOCK_H + opaque(lane)
         mbarrier.wait(barriers.index(K_FREE + slot), phase)
         left = k_smem.index(slot).slice(0, 256, dim=1)
         right = k_smem.index(slot).slice(256, 256, dim=1)
-        _copy_query(left, base, stride_q_head, head, num_heads, 0, 256, FULL_TILES)
-        _copy_query(right, base, stride_q_head, head, num_heads, 256, 256, FULL_TILES)
+        _copy_query(left, base, stride_q_head, head, num_heads, 0, 256, WORK)
+        _copy_query(right, base, stride_q_head, head, num_heads, 256, 256, WORK)
         mbarrier.wait(barriers.index(Q_FREE), phases >> 1)
         phases ^= 2
-        _copy_query(q_smem.index(0), base, stride_q_head, head, num_heads, 448, 128, FULL_TILES)
+        _copy_query(q_smem.index(0), base, stride_q_head, head, num_heads, 448, 128, WORK)
         _publish(barriers, slot)
         phase = next_phase(slot, phase)
         slot = next_slot(slot)

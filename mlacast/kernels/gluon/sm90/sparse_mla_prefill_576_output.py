@@ -30,40 +30,38 @@ from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
 
 @gluon.jit
 def output_role(
-    barriers,
-    k_smem,
-    p_smem,
-    alpha_smem,
-    topk,
-    length_ptr,
-    stride_length,
-    data_ptr,
-    sf_ptr,
-    scale_ptr,
-    stride_data_token,
-    stride_data_group,
-    stride_sf_token,
-    stride_sf_group,
-    stride_sf_word,
-    padding_rows,
-    num_heads,
-    num_tiles,
+    places,
     HALF: gl.constexpr,
-    HEAD_BLOCKS: gl.constexpr,
-    FULL_TILES: gl.constexpr,
-    HAS_SINK: gl.constexpr,
-    HAS_LENGTH: gl.constexpr,
-    KIND: gl.constexpr,
-    GROUP: gl.constexpr,
-    F: gl.constexpr,
-    CHUNK32: gl.constexpr,
-    AMAX_FLOOR: gl.constexpr,
+    WORK: gl.constexpr,
+    POOL: gl.constexpr,
+    END: gl.constexpr,
+    OUTPUT: gl.constexpr,
 ):
     """Accumulate dimensions ``256 * HALF``.. of every tile, normalise and store.
 
     Consumes ``P_READY``, ``P_GO`` and ``FACTOR_READY``; produces, together with the other half,
     ``P_FREE``, ``ALPHA_FREE``, ``K_FREE`` and ``FACTOR_FREE``.
     """
+    (
+        barriers,
+        k_smem,
+        p_smem,
+        alpha_smem,
+        topk,
+        length_ptr,
+        stride_length,
+        data_ptr,
+        sf_ptr,
+        scale_ptr,
+        stride_data_token,
+        stride_data_group,
+        stride_sf_token,
+        stride_sf_group,
+        stride_sf_word,
+        padding_rows,
+        num_heads,
+        num_tiles,
+    ) = places
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, OUT)
@@ -71,8 +69,8 @@ def output_role(
     count = 0
     tile_phase = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        token = tile // HEAD_BLOCKS
-        num_blocks = block_count(row_length(length_ptr, stride_length, token, topk, HAS_LENGTH))
+        token = tile // WORK.head_blocks
+        num_blocks = block_count(row_length(length_ptr, stride_length, token, topk, POOL))
         o = gl.zeros((BLOCK_H, 256), gl.float32, OUT)
         for i in range(num_blocks):
             slot = next_slot(slot)
@@ -98,8 +96,8 @@ def output_role(
         mbarrier.arrive(barriers.index(FACTOR_FREE), count=1)
         tile_phase ^= 1
         row = token.to(gl.int64)
-        head_start = (tile % HEAD_BLOCKS) * BLOCK_H
-        padding = gl.where(token == num_tiles // HEAD_BLOCKS - 1, padding_rows, 0)
+        head_start = (tile % WORK.head_blocks) * BLOCK_H
+        padding = gl.where(token == num_tiles // WORK.head_blocks - 1, padding_rows, 0)
         left, right = halves(o, 256)
         for part in gl.static_range(2):
             factor = held_back(factor)
@@ -120,13 +118,13 @@ def output_role(
                 head_start,
                 num_heads,
                 HALF * 256 + part * 128,
-                FULL_TILES,
+                WORK.full_tiles,
                 # A closed sink gives zeros whatever the accumulator holds.
-                HAS_SINK,
-                KIND,
-                GROUP,
-                F,
-                CHUNK32,
-                AMAX_FLOOR,
+                END.has_sink,
+                OUTPUT.kind,
+                OUTPUT.group,
+                OUTPUT.features,
+                OUTPUT.chunk32,
+                OUTPUT.amax_floor,
             )
         slot = next_slot(slot)

@@ -122,12 +122,10 @@ def score_role(
     num_heads,
     num_tiles,
     score_scale_log2,
-    HEAD_BLOCKS: gl.constexpr,
-    FULL_TILES: gl.constexpr,
-    HAS_ROPE: gl.constexpr,
-    HALF_PAIRING: gl.constexpr,
-    HAS_SINK: gl.constexpr,
-    HAS_LENGTH: gl.constexpr,
+    WORK: gl.constexpr,
+    QUERY: gl.constexpr,
+    POOL: gl.constexpr,
+    END: gl.constexpr,
 ):
     """Scores and softmax of every tile; lse and max_logits to global memory.
 
@@ -147,26 +145,26 @@ def score_role(
     phase = 0
     # Blocks; bit 30 is the parity of tiles, which shares the register.
     count = 0
-    first_token = gl.program_id(0) // HEAD_BLOCKS
-    if HAS_ROPE:
-        pairs, other = split_pairs(gl.zeros((BLOCK_H, 64), gl.bfloat16, Q), HALF_PAIRING)
+    first_token = gl.program_id(0) // WORK.head_blocks
+    if QUERY.is_rotated:
+        pairs, other = split_pairs(gl.zeros((BLOCK_H, 64), gl.bfloat16, Q), QUERY.half_pairing)
         angles = table_row(table_rows, positions_ptr, stride_positions, first_token)
         cos, sin = load_angles(table_ptr, stride_table, angles, pairs)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        token = tile // HEAD_BLOCKS
+        token = tile // WORK.head_blocks
         # A selection stays in uniform registers, where a minimum would not.
         next_tile = tile + gl.num_programs(0)
-        next_token = gl.where(next_tile < num_tiles, next_tile, tile) // HEAD_BLOCKS
+        next_token = gl.where(next_tile < num_tiles, next_tile, tile) // WORK.head_blocks
         # No token is negative: a number of blocks that all tiles share would be kept, and spill.
         columns = gl.where(token < 0, 0, topk)
-        num_blocks = block_count(row_length(length_ptr, stride_length, token, columns, HAS_LENGTH))
-        if HAS_ROPE:
+        num_blocks = block_count(row_length(length_ptr, stride_length, token, columns, POOL))
+        if QUERY.is_rotated:
             next_angles = table_row(table_rows, positions_ptr, stride_positions, next_token)
         mbarrier.wait(barriers.index(K_READY + slot), phase)
-        if HAS_ROPE:
+        if QUERY.is_rotated:
             # Zero, but as part of the address it keeps that from being held from tile to tile.
             q_rope = q_smem.index(slot >> 2).slice(64, 64, dim=1)
-            rotated = rotate(q_rope.load(Q), cos, sin, HALF_PAIRING)
+            rotated = rotate(q_rope.load(Q), cos, sin, QUERY.half_pairing)
             q_rope.store(gl.convert_layout(rotated, Q))
         q_slot = k_smem.index(slot)
         q_16_smem.store(q_slot.slice(432, 16, dim=1).load(Q))
@@ -210,14 +208,14 @@ def score_role(
             count += 1
         mbarrier.arrive(barriers.index(Q_FREE), count=1)
         # The query's registers are free now, and the end of the tile hides the latency of loads.
-        if HAS_SINK:
-            head = (tile % HEAD_BLOCKS) * BLOCK_H + opaque_rows(ROW)
-            if FULL_TILES:
+        if END.has_sink:
+            head = (tile % WORK.head_blocks) * BLOCK_H + opaque_rows(ROW)
+            if WORK.full_tiles:
                 sink = gl.load(sink_ptr + head)
             else:
                 # Absent heads take the sink of the last: nobody reads what they become.
                 sink = gl.load(sink_ptr + gl.minimum(head, num_heads - 1))
-        if HAS_ROPE:
+        if QUERY.is_rotated:
             cos, sin = load_angles(table_ptr, stride_table, next_angles, pairs)
         p, alpha, running_max, partial_sum = _softmax(
             s, running_max, partial_sum, score_scale_log2, PARTIAL
@@ -233,7 +231,7 @@ def score_role(
         divisor = gl.where(empty, 1.0, total)
         lse = gl.where(empty, -float("inf"), (running_max + gl.log2(divisor)) * LN_2)
         factor = gl.where(empty, 0.0, 1.0 / divisor)
-        if HAS_SINK:
+        if END.has_sink:
             # An empty row keeps the factor 0: -inf - (-inf) would be NaN.
             shifted = gl.where(empty, 0.0, sink - lse)
             factor = gl.where(sink == float("inf"), 0.0, factor / (1.0 + gl.exp(shifted)))
@@ -241,9 +239,9 @@ def score_role(
         alpha_smem.store(factor)
         mbarrier.arrive(barriers.index(FACTOR_READY), count=1)
         count ^= 1 << 30
-        head = (tile % HEAD_BLOCKS) * BLOCK_H + opaque_rows(ROW)
+        head = (tile % WORK.head_blocks) * BLOCK_H + opaque_rows(ROW)
         target = row_offset(token, num_heads)
-        if FULL_TILES:
+        if WORK.full_tiles:
             gl.store(lse_ptr + target + head, lse)
             gl.store(max_logits_ptr + target + head, running_max * LN_2)
         else:

@@ -62,10 +62,9 @@ def gather_role(
     alive_smem,
     k_ready,
     k_free,
-    HEAD_BLOCKS: gl.constexpr,
-    FULL_TILES: gl.constexpr,
-    CHUNK16: gl.constexpr,
-    HAS_LENGTH: gl.constexpr,
+    WORK: gl.constexpr,
+    QUERY: gl.constexpr,
+    POOL: gl.constexpr,
 ):
     """Fill the ring: per tile the query [64, 512], then its blocks of 64 selected rows.
 
@@ -79,28 +78,28 @@ def gather_role(
     # Bits 0 and 1 are the slot, bit 2 its phase, the others count tiles: one register.
     place = 4
     step = gl.num_programs(0)
-    first_token = gl.program_id(0) // HEAD_BLOCKS
-    length = row_length(length_ptr, stride_length, first_token, topk, HAS_LENGTH)
+    first_token = gl.program_id(0) // WORK.head_blocks
+    length = row_length(length_ptr, stride_length, first_token, topk, POOL)
     ids = _load_ids(indices_ptr, stride_indices, first_token, 0, lane, length)
     for tile in range(gl.program_id(0), num_tiles, step):
-        token = tile // HEAD_BLOCKS
-        next_token = gl.where(tile + step < num_tiles, tile + step, tile) // HEAD_BLOCKS
-        next_length = row_length(length_ptr, stride_length, next_token, topk, HAS_LENGTH)
+        token = tile // WORK.head_blocks
+        next_token = gl.where(tile + step < num_tiles, tile + step, tile) // WORK.head_blocks
+        next_length = row_length(length_ptr, stride_length, next_token, topk, POOL)
         base = q_ptr + token.to(gl.int64) * stride_q_token
         slot = place & 3
         mbarrier.wait(k_free.index(slot), (place >> 2) & 1)
         # In chunk16 order the address of each chunk is its own: fewer columns at a time.
-        WIDTH: gl.constexpr = 64 if CHUNK16 else 512
+        WIDTH: gl.constexpr = 64 if QUERY.chunk16 else 512
         for first in gl.static_range(0, 512, WIDTH):
-            head = (tile % HEAD_BLOCKS) * BLOCK_H + opaque(lane)
+            head = (tile % WORK.head_blocks) * BLOCK_H + opaque(lane)
             q_d = first + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-            if CHUNK16:
+            if QUERY.chunk16:
                 chunk = (q_d // 16) * (opaque(num_heads) * 16) + q_d % 16
                 query = base + ((head * 16)[:, None] + chunk[None, :])
             else:
                 query = base + (head * stride_q_head)[:, None] + q_d[None, :]
             target = k_smem.index(slot).slice(first, WIDTH, dim=1)
-            if FULL_TILES:
+            if WORK.full_tiles:
                 async_copy.async_copy_global_to_shared(target, query)
             else:
                 mask = (head < num_heads)[:, None]

@@ -47,66 +47,62 @@ def _start_product(
 
 @gluon.jit
 def output_role(
-    k_smem,
-    p_smem,
-    alpha_smem,
-    k_free,
-    p_ready,
-    p_go,
-    p_free,
-    topk,
-    length_ptr,
-    stride_length,
-    sink_ptr,
-    table_ptr,
-    stride_table,
-    table_rows,
-    positions_ptr,
-    stride_positions,
-    max_logits_ptr,
-    lse_ptr,
-    data_ptr,
-    sf_ptr,
-    scale_ptr,
-    stride_data_token,
-    stride_data_group,
-    stride_sf_token,
-    stride_sf_group,
-    stride_sf_word,
-    padding_rows,
-    num_heads,
-    num_tiles,
+    places,
     HALF: gl.constexpr,
-    HEAD_BLOCKS: gl.constexpr,
-    FULL_TILES: gl.constexpr,
-    HAS_ROPE: gl.constexpr,
-    HALF_PAIRING: gl.constexpr,
-    HAS_SINK: gl.constexpr,
-    HAS_LENGTH: gl.constexpr,
-    KIND: gl.constexpr,
-    GROUP: gl.constexpr,
-    F: gl.constexpr,
-    CHUNK32: gl.constexpr,
-    AMAX_FLOOR: gl.constexpr,
+    WORK: gl.constexpr,
+    POOL: gl.constexpr,
+    END: gl.constexpr,
+    OUTPUT: gl.constexpr,
 ):
     """Accumulate dimensions ``256 * HALF``.. of every tile, normalise, rotate back and store.
 
     Consumes ``p_ready`` and ``p_go``; produces ``p_free`` and, together with the other half,
     ``k_free``. The left half also stores lse and max_logits.
     """
+    (
+        k_smem,
+        p_smem,
+        alpha_smem,
+        k_free,
+        p_ready,
+        p_go,
+        p_free,
+        topk,
+        length_ptr,
+        stride_length,
+        sink_ptr,
+        table_ptr,
+        stride_table,
+        table_rows,
+        positions_ptr,
+        stride_positions,
+        max_logits_ptr,
+        lse_ptr,
+        data_ptr,
+        sf_ptr,
+        scale_ptr,
+        stride_data_token,
+        stride_data_group,
+        stride_sf_token,
+        stride_sf_group,
+        stride_sf_word,
+        padding_rows,
+        num_heads,
+        num_tiles,
+    ) = places
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, OUT)
-    ROTATES: gl.constexpr = HAS_ROPE and HALF == 1
+    ROTATES: gl.constexpr = END.rotates_back and HALF == 1
     if ROTATES:
         pairs, other = split_pairs(
             halves(halves(gl.zeros((BLOCK_H, 256), gl.float32, OUT), 256)[1], 128)[1],
-            HALF_PAIRING,
+            END.half_pairing,
         )
     slot = 0
     count = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        token = tile // HEAD_BLOCKS
-        num_blocks = block_count(row_length(length_ptr, stride_length, token, topk, HAS_LENGTH))
+        token = tile // WORK.head_blocks
+        num_blocks = block_count(row_length(length_ptr, stride_length, token, topk, POOL))
         if ROTATES:
             angles = table_row(table_rows, positions_ptr, stride_positions, token)
         o = gl.zeros((BLOCK_H, 256), gl.float32, OUT)
@@ -126,12 +122,12 @@ def output_role(
             o, slot, buffer, (count >> 1) & 1, k_smem, p_smem, alpha_smem, p_ready, p_go, HALF
         )
         # The last product hides the tile's sums and the latency of loads.
-        head_start = (tile % HEAD_BLOCKS) * BLOCK_H
+        head_start = (tile % WORK.head_blocks) * BLOCK_H
         head = head_start + opaque_rows(ROW)
         total = alpha_smem.index(TOTAL + buffer).load(ROW)
         running_max = alpha_smem.index(MAXIMUM + buffer).load(ROW)
-        if HAS_SINK:
-            if FULL_TILES:
+        if END.has_sink:
+            if WORK.full_tiles:
                 sink = gl.load(sink_ptr + head)
             else:
                 # Absent heads take the sink of the last: nobody reads what they become.
@@ -142,13 +138,13 @@ def output_role(
         divisor = gl.where(empty, 1.0, total)
         lse = gl.where(empty, -float("inf"), (running_max + gl.log2(divisor)) * LN_2)
         factor = gl.where(empty, 0.0, 1.0 / divisor)
-        if HAS_SINK:
+        if END.has_sink:
             # An empty row keeps the factor 0: -inf - (-inf) would be NaN.
             shifted = gl.where(empty, 0.0, sink - lse)
             factor = gl.where(sink == float("inf"), 0.0, factor / (1.0 + gl.exp(shifted)))
         if HALF == 0:
             target = row_offset(token, num_heads)
-            if FULL_TILES:
+            if WORK.full_tiles:
                 gl.store(lse_ptr + target + head, lse)
                 gl.store(max_logits_ptr + target + head, running_max * LN_2)
             else:
@@ -160,7 +156,7 @@ def output_role(
         mbarrier.arrive(k_free.index(slot), count=1)
         count += 1
         token_row = token.to(gl.int64)
-        padding = gl.where(token == num_tiles // HEAD_BLOCKS - 1, padding_rows, 0)
+        padding = gl.where(token == num_tiles // WORK.head_blocks - 1, padding_rows, 0)
         left, right = halves(o, 256)
         # The rotated block last: only then are there registers for its angles.
         for first in gl.static_range(0, 256, 128):
@@ -176,7 +172,7 @@ def output_role(
                 factor = held_back(factor)
                 if ROTATES:
                     cos, sin = load_angles(table_ptr, stride_table, angles, pairs)
-                    block = rotate_back(block, cos, sin, HALF_PAIRING)
+                    block = rotate_back(block, cos, sin, END.half_pairing)
             alive = gl.where(factor == 0.0, 0, -1)
             store_scaled_block(
                 block,
@@ -194,12 +190,12 @@ def output_role(
                 head_start,
                 num_heads,
                 HALF * 256 + first,
-                FULL_TILES,
+                WORK.full_tiles,
                 True,
-                KIND,
-                GROUP,
-                F,
-                CHUNK32,
-                AMAX_FLOOR,
+                OUTPUT.kind,
+                OUTPUT.group,
+                OUTPUT.features,
+                OUTPUT.chunk32,
+                OUTPUT.amax_floor,
             )
         slot = next_slot(slot)

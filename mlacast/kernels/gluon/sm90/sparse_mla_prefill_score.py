@@ -103,11 +103,9 @@ def score_role(
     num_tiles,
     eps,
     score_scale_log2,
-    HEAD_BLOCKS: gl.constexpr,
-    HAS_NORM: gl.constexpr,
-    HAS_ROPE: gl.constexpr,
-    HALF_PAIRING: gl.constexpr,
-    HAS_LENGTH: gl.constexpr,
+    WORK: gl.constexpr,
+    QUERY: gl.constexpr,
+    POOL: gl.constexpr,
 ):
     """Scores and softmax of every tile.
 
@@ -127,27 +125,27 @@ def score_role(
     phase = 0
     # Bits 0..29 count blocks, the others tiles: one register less.
     count = 0
-    first_token = gl.program_id(0) // HEAD_BLOCKS
-    if HAS_ROPE:
-        pairs, other = split_pairs(gl.zeros((BLOCK_H, 64), gl.bfloat16, Q), HALF_PAIRING)
+    first_token = gl.program_id(0) // WORK.head_blocks
+    if QUERY.is_rotated:
+        pairs, other = split_pairs(gl.zeros((BLOCK_H, 64), gl.bfloat16, Q), QUERY.half_pairing)
         angles = table_row(table_rows, positions_ptr, stride_positions, first_token)
         cos, sin = load_angles(table_ptr, stride_table, angles, pairs)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        token = tile // HEAD_BLOCKS
-        next_token = gl.minimum(tile + gl.num_programs(0), num_tiles - 1) // HEAD_BLOCKS
-        num_blocks = block_count(row_length(length_ptr, stride_length, token, topk, HAS_LENGTH))
-        if HAS_ROPE:
+        token = tile // WORK.head_blocks
+        next_token = gl.minimum(tile + gl.num_programs(0), num_tiles - 1) // WORK.head_blocks
+        num_blocks = block_count(row_length(length_ptr, stride_length, token, topk, POOL))
+        if QUERY.is_rotated:
             next_angles = table_row(table_rows, positions_ptr, stride_positions, next_token)
         mbarrier.wait(k_ready.index(slot), phase)
         query = k_smem.index(slot)
         q_rope = query.slice(448, 64, dim=1).load(Q)
-        if HAS_NORM:
+        if QUERY.has_norm:
             squares = sum_of_squares(q_rope, ROW)
-        if HAS_ROPE:
-            q_rope = gl.convert_layout(rotate(q_rope, cos, sin, HALF_PAIRING), Q)
+        if QUERY.is_rotated:
+            q_rope = gl.convert_layout(rotate(q_rope, cos, sin, QUERY.half_pairing), Q)
         q_smem.slice(64, 64, dim=1).store(q_rope)
         q_part = query.slice(384, 64, dim=1).load(Q)
-        if HAS_NORM:
+        if QUERY.has_norm:
             squares += sum_of_squares(q_part, ROW)
         q_smem.slice(0, 64, dim=1).store(q_part)
         fence_async_shared()
@@ -155,7 +153,7 @@ def score_role(
         q_middle = query.slice(256, 128, dim=1).load(Q)
         mbarrier.arrive(k_free.index(slot), count=2)
         score_scale = gl.full((BLOCK_H,), 0.0, gl.float32, ROW) + score_scale_log2
-        if HAS_NORM:
+        if QUERY.has_norm:
             # The norm is one factor per head, so it joins the score scale; meanwhile the first keys
             # arrive.
             squares += sum_of_squares(q_left, ROW) + sum_of_squares(q_middle, ROW)
@@ -186,7 +184,7 @@ def score_role(
             s = warpgroup_mma_wait(0, deps=[s])
             count += 1
         # The query's registers are free now, and the end of the tile hides the latency of loads.
-        if HAS_ROPE:
+        if QUERY.is_rotated:
             cos, sin = load_angles(table_ptr, stride_table, next_angles, pairs)
         p, alpha, base, running_max, partial_sum = _softmax(
             s, base, running_max, partial_sum, score_scale, PARTIAL, True

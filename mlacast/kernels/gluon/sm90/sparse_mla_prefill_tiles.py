@@ -68,10 +68,10 @@ def next_place(place):
 
 
 @gluon.jit
-def row_length(length_ptr, stride_length, token, topk, HAS_LENGTH: gl.constexpr):
+def row_length(length_ptr, stride_length, token, topk, POOL: gl.constexpr):
     """Entries of the token's index row that count."""
     length = topk
-    if HAS_LENGTH:
+    if POOL.has_length:
         length = gl.load(length_ptr + row_offset(token, stride_length))
         length = gl.minimum(gl.maximum(length, 0), topk)
     return length
