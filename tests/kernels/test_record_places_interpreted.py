@@ -41,6 +41,17 @@ def test_places_past_two_gigabytes(
     assert max(out[0].tolist()) > 2**32
 
 
+@pytest.mark.parametrize("inline", [False, True])
+def test_places_of_pages_that_are_gigabytes_apart(inline: bool) -> None:
+    page_size, stride, data, scale = 64, (9 << 30) + 576, 512, 16
+    slots = [63, 64, 130, 200, 319, 320, 400, 511]
+    out = record_places_of(torch.tensor(slots), page_size, stride, inline, data, scale)
+    for slot, at, scales_at in zip(slots, *out.tolist(), strict=True):
+        start, offset = slot // page_size * stride, slot % page_size
+        assert at == start + offset * (data + scale if inline else data)
+        assert scales_at == (at + data if inline else start + page_size * data + offset * scale)
+
+
 def test_what_does_not_count_stands_at_slot_zero() -> None:
     out = record_places_of(torch.full((COUNT,), -1), 64, 1_039_680, True, 512, 16)
     assert out[0].tolist() == [0] * COUNT and out[1].tolist() == [512] * COUNT
