@@ -19,7 +19,7 @@ from tests.kernels.sm90_build import build, needs_gated_triton  # noqa: E402
 
 pytestmark = needs_gated_triton
 
-PLAIN = {
+PLAIN: dict[str, Any] = {
     "WORK": work_config(64, 1),
     "QUERY": QueryConfig(512),
     "POOL": PoolConfig("rows"),
