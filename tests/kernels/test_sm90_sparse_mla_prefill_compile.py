@@ -26,17 +26,19 @@ PLAIN: dict[str, Any] = {
     "END": EndConfig(),
     "OUTPUT": OutputConfig(0, 512, 32768, False, 0.0, 0),
 }
+FUSED_QUERY = QueryConfig(512, has_norm=True, is_rotated=True)
+FUSED_END = EndConfig(has_sink=True, rotates_back=True)
 FUSED = PLAIN | {
-    "QUERY": QueryConfig(512, has_norm=True, is_rotated=True),
+    "QUERY": FUSED_QUERY,
     "POOL": PoolConfig("rows", has_length=True),
-    "END": EndConfig(has_sink=True, rotates_back=True),
+    "END": FUSED_END,
 }
 HALF_PARTIAL = {
     "WORK": work_config(63, 1),
-    "QUERY": FUSED["QUERY"]._replace(half_pairing=True),
-    "END": FUSED["END"]._replace(half_pairing=True),
+    "QUERY": FUSED_QUERY._replace(half_pairing=True),
+    "END": FUSED_END._replace(half_pairing=True),
 }
-CHUNK16 = {"QUERY": FUSED["QUERY"]._replace(chunk16=True)}
+CHUNK16 = {"QUERY": FUSED_QUERY._replace(chunk16=True)}
 
 
 def _fp8(kind: int, group: int, chunk32: bool = False) -> dict[str, Any]:
