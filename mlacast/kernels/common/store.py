@@ -12,7 +12,7 @@ import triton.language as tl
 
 from mlacast.kernels.common.e2m1_casts import to_e2m1_pairs
 from mlacast.kernels.common.fp8_casts import from_e4m3, to_fp8
-from mlacast.kernels.common.numbers import encode_e2m1_numbers, encode_ue8m0
+from mlacast.kernels.common.numbers import encode_e2m1_numbers, encode_e4m3, encode_ue8m0
 
 # Kinds of output, the compile-time part of an OutFormat.
 BF16 = tl.constexpr(0)
@@ -151,20 +151,20 @@ def _largest(grouped, NATIVE: tl.constexpr):
 def _nvfp4_pairs(out, global_scale, NATIVE: tl.constexpr):
     """Bytes of two e2m1 codes [ROWS, WIDTH / 2] of ``out`` [ROWS, WIDTH], and scales (uint8).
 
-    One scale byte for 16 elements, [ROWS, WIDTH / 16].
+    One scale byte for 16 elements, [ROWS, WIDTH / 16]. A block under the scale 0 has codes 0, one
+    with a NaN has codes 7.
     """
     ROWS: tl.constexpr = out.shape[0]
     WIDTH: tl.constexpr = out.shape[1]
     grouped = tl.reshape(out, (ROWS, WIDTH // 16, 16))
     amax, has_nan = _largest(grouped, NATIVE)
     wanted = tl.minimum(global_scale * tl.math.div_rn(amax, 6.0), 448.0)
-    sf = tl.where(has_nan, 0x7F, to_fp8(wanted, False, NATIVE)).to(tl.uint8)
-    # A block under the scale 0 has codes 0, one with a NaN has codes 7.
-    counts = (sf != 0) & (has_nan == 0)
     # The codes match the stored scale, so the multiplier comes from its decoded value.
-    decoded = from_e4m3(tl.where(counts, sf, 0x38).to(tl.uint8), NATIVE)
-    multiplier = tl.math.div_rn(global_scale, decoded)
     if NATIVE:
+        sf = tl.where(has_nan, 0x7F, to_fp8(wanted, False, NATIVE)).to(tl.uint8)
+        counts = (sf != 0) & (has_nan == 0)
+        decoded = from_e4m3(tl.where(counts, sf, 0x38).to(tl.uint8), NATIVE)
+        multiplier = tl.math.div_rn(global_scale, decoded)
         multiplier = tl.where(counts, multiplier, tl.where(has_nan, float("nan"), 0.0))
         kept = tl.where(counts, -0x80000000, 0)
         low, high = tl.split(tl.reshape(out, (ROWS, WIDTH // 16, 8, 2)))
@@ -173,8 +173,14 @@ def _nvfp4_pairs(out, global_scale, NATIVE: tl.constexpr):
         pairs = to_e2m1_pairs(low, high, factor, kept)
         return tl.reshape(pairs, (ROWS, WIDTH // 2)), sf
     else:
+        sf = tl.where(has_nan, 0x7F, encode_e4m3(wanted))
+        sf16 = (sf.to(tl.uint16) << 7).to(tl.float16, bitcast=True)
+        decoded = sf16.to(tl.float32) * 256.0
+        multiplier = tl.where(
+            sf == 0, 0.0, tl.math.div_rn(global_scale, tl.where(sf == 0, 1.0, decoded))
+        )
         codes = encode_e2m1_numbers(grouped * tl.expand_dims(multiplier, 2))
-        kept = tl.expand_dims(tl.where(counts, 0xF, 0), 2)
+        kept = tl.expand_dims(tl.where(has_nan | (sf == 0), 0, 0xF), 2)
         codes = (codes & kept) | tl.expand_dims(tl.where(has_nan, 0x7, 0), 2)
         low, high = tl.split(tl.reshape(codes, (ROWS, WIDTH // 2, 2)))
         return (low | (high << 4)).to(tl.uint8), sf
@@ -222,6 +228,17 @@ def _fp8_codes(grouped, KIND: tl.constexpr, AMAX_FLOOR: tl.constexpr, NATIVE: tl
         ratio = grouped * tl.expand_dims(inverse_bits.to(tl.float32, bitcast=True), 2)
     codes = to_fp8(ratio, False, NATIVE)
     return tl.where(tl.expand_dims(has_nan.to(tl.int32), 2) != 0, 0x7F, codes).to(tl.uint8), stored
+
+
+@triton.constexpr_function
+def packs_products(OUTPUT):
+    """Whether the sums of a matrix product may be stored as others are, with NATIVE.
+
+    Not as Nvfp4: on an H200 those of ``v_up_project`` came out as zeros (triton 3.6.0), where
+    states that were loaded, in ``merge_attention_states``, did not. The arithmetic for all devices
+    is right.
+    """
+    return OUTPUT.kind != NVFP4.value
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import triton.language as tl
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.kernels.common.fp8_casts import has_fp8_casts
 from mlacast.kernels.common.launch import Launches
-from mlacast.kernels.common.store import Padding, Target, store_rows
+from mlacast.kernels.common.store import Padding, Target, packs_products, store_rows
 from mlacast.kernels.common.targets import store_target
 from mlacast.kernels.config.dense_prefill import (
     heads_at_a_time,
@@ -303,7 +303,7 @@ def _dense_mla_prefill_kernel(
         OUTPUT,
         0,
         BLOCK_M,
-        NATIVE,
+        NATIVE and packs_products(OUTPUT),
     )
 
 

@@ -10,7 +10,7 @@ from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.kernels.common.dependents import after_previous_kernel, overlaps_launches
 from mlacast.kernels.common.fp8_casts import has_fp8_casts
 from mlacast.kernels.common.launch import Launches
-from mlacast.kernels.common.store import Padding, Target, store_rows
+from mlacast.kernels.common.store import Padding, Target, packs_products, store_rows
 from mlacast.kernels.common.targets import store_target
 
 # Up to so many tokens a program holds them all. More fill a larger tile, which reads each weight
@@ -99,7 +99,8 @@ def _v_up_project_kernel(
     padding = Padding(
         end, tl.where(first + BLOCK_M >= num_tokens, padding_rows, 0), lane, lane >= 0
     )
-    store_rows(acc, head, token, in_range, 0, target, padding, 128, OUTPUT, 0, BLOCK_M, NATIVE)
+    FAST: tl.constexpr = NATIVE and packs_products(OUTPUT)
+    store_rows(acc, head, token, in_range, 0, target, padding, 128, OUTPUT, 0, BLOCK_M, FAST)
 
 
 def launch_v_up_project(
