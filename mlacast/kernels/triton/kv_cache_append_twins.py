@@ -95,20 +95,23 @@ def _may_have_twins(
 
 
 @triton.jit
-def _twins(
-    slots_ptr, stride_slots, first, last_row, num_slots, ROWS: tl.constexpr, STEP: tl.constexpr
-):
-    """A bit for each of rows ``first``.. [ROWS] whose slot a lower row names too."""
+def _twins(slots_ptr, stride_slots, first, last_row, ROWS: tl.constexpr, STEP: tl.constexpr):
+    """A bit for each of rows ``first``.. [ROWS] whose slot a lower row names too.
+
+    Slots are compared as they are given: what is outside of the cache has no equal inside, and
+    rows without a slot in it write nothing whatever their bit.
+    """
     row = tl.arange(0, ROWS)
     at = tl.minimum(first + row, last_row)
-    own = load_slots(slots_ptr, stride_slots, at, num_slots)
-    other = load_slots(slots_ptr, stride_slots, at, num_slots)
+    own = tl.load(slots_ptr + at.to(tl.int64) * stride_slots)
+    other = tl.load(slots_ptr + at.to(tl.int64) * stride_slots)
     same = (own[:, None] == other[None, :]) & (row[None, :] < row[:, None])
     found = tl.zeros((ROWS, STEP), tl.int32)
     for start in range(0, first, STEP):
         earlier = start + tl.arange(0, STEP)
-        near = load_slots(slots_ptr, stride_slots, tl.minimum(earlier, last_row), num_slots)
-        found |= ((own[:, None] == near[None, :]) & (earlier < first)[None, :]).to(tl.int32)
+        place = slots_ptr + earlier.to(tl.int64) * stride_slots
+        near = tl.load(place, mask=earlier < first, other=-1)
+        found |= (own[:, None] == near[None, :]).to(tl.int32)
     twin = tl.max(found, 1) | tl.max(same.to(tl.int32), 1)
     return tl.sum(twin << row)
 
@@ -129,12 +132,12 @@ def has_lower_twin(
 ):
     """1 where a lower row names the same slot, else 0, for rows ``first``.. [ROWS], 32 at most."""
     if TILE == 0:
-        bits = _twins(slots_ptr, stride_slots, first, last_row, num_slots, ROWS, STEP)
+        bits = _twins(slots_ptr, stride_slots, first, last_row, ROWS, STEP)
     else:
         bits = first * 0
         doubtful = _may_have_twins(
             slots_ptr, stride_slots, first, own, near, last_row, num_slots, ROWS, TILE, THREADS
         )
         if doubtful != 0:
-            bits = _twins(slots_ptr, stride_slots, first, last_row, num_slots, ROWS, STEP)
+            bits = _twins(slots_ptr, stride_slots, first, last_row, ROWS, STEP)
     return (bits >> tl.arange(0, ROWS)) & 1
