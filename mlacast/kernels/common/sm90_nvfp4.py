@@ -267,20 +267,20 @@ def swizzled_row(row, column_tiles):
 @gluon.jit
 def store_scale_bytes(
     scales,
+    head,
     sf_ptr,
     row,
     padding_rows,
-    head_start,
     num_heads,
     FIRST: gl.constexpr,
     FULL_TILES: gl.constexpr,
 ):
     """Store scales [heads, n] of groups of 16, from dimension ``FIRST`` of heads 512 wide on.
 
-    ``row`` (int64) counts in the whole buffer; scales of ``padding_rows`` rows after it are zeroed.
+    ``head`` (int32) [heads] are the numbers of the heads. ``row`` (int64) counts in the whole
+    buffer; scales of ``padding_rows`` rows after it are zeroed.
     """
     LAYOUT: gl.constexpr = scales.type.layout
-    head = head_start + opaque(gl.arange(0, scales.shape[0], gl.SliceLayout(1, LAYOUT)))
     group = FIRST // 16 + opaque(gl.arange(0, scales.shape[1], gl.SliceLayout(0, LAYOUT)))
     # The 32 scales of a head are 8 tiles of 512 bytes, the heads of a token follow each other.
     places = (head * 4096)[:, None] + (group // 4 * 512 + group % 4)[None, :]
