@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 pytest.importorskip("triton", reason="the program stands beside its kernel")
 
+from mlacast.formats.block_scaled import quantize_nvfp4  # noqa: E402
 from mlacast.kernels.common.sm90_nvfp4 import _WORD_OF_E2M1  # noqa: E402
 from tests.kernels.ptx_words import run  # noqa: E402
 
@@ -71,6 +73,17 @@ def test_codes_of_products(factors: tuple[float, float]) -> None:
 def test_a_zero_keeps_its_sign_unless_its_scale_is_zero() -> None:
     x = np.tile(np.array([0.0, -0.0, -1e-45, 1.0], np.float32), 2)
     assert _run(x, np.float32(-0.5), np.float32(0.0)).tolist() == [0, 8, 8, 1, 0, 0, 0, 0]
+
+
+def test_a_factor_that_underflows_leaves_signs() -> None:
+    """Beside an infinity the scale is 448, and a subnormal global scale over it is zero."""
+    x = np.array([np.inf, -1.0, 1.0, -0.0, 0.0, -3e38, 3e38, -1e-45] * 2, np.float32)
+    global_scale = np.float32(1e-44)
+    codes, scales = quantize_nvfp4(torch.from_numpy(x), float(global_scale))
+    assert scales.tolist() == [0x7E]
+    factor = global_scale / np.float32(448.0)
+    assert factor == 0.0 and codes.tolist() == [7, 8, 0, 8, 0, 8, 0, 8] * 2
+    assert _run(x, -factor, -factor).tolist() == codes.tolist()
 
 
 def test_a_group_with_a_nan_has_the_largest_code() -> None:

@@ -63,9 +63,9 @@ CONFIGURATIONS = {
     "group128-float32-few": (_groups(2, 128) | FUSED, False, 830),
     "group32-float32": (_groups(2, 32), True, 1025),
     "group64-pow2": (_groups(3, 64) | HALF, True, 765),
-    "nvfp4-fused": (NVFP4 | FUSED, True, 1310),
-    "nvfp4-half-partial": (NVFP4 | HALF | PARTIAL, True, 1335),
-    "nvfp4-fused-few": (NVFP4 | FUSED, False, 870),
+    "nvfp4-fused": (NVFP4 | FUSED, True, 1030),
+    "nvfp4-half-partial": (NVFP4 | HALF | PARTIAL, True, 1075),
+    "nvfp4-fused-few": (NVFP4 | FUSED, False, 745),
 }
 
 

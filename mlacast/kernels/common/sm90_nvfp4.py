@@ -11,28 +11,6 @@ from mlacast.kernels.common.sm90_division import over_6, quotient
 from mlacast.kernels.common.sm90_quads import deal_max, max_or_nan, undeal
 from mlacast.kernels.common.sm90_rotation import opaque
 
-# Code of $1 * $2. Numbers of 1.5 * 2**23 steps round what is added to them to a whole step, nearest
-# even: steps are 0.5 below 2, 1 below 4, then 2. The few steps more count the codes below, two at a
-# time.
-_TO_E2M1 = gl.constexpr("""{
-.reg .f32 scaled, size, steps;
-.reg .b32 sign;
-.reg .pred small, middle;
-mul.rn.f32 scaled, $1, $2;
-abs.f32 size, scaled;
-min.f32 size, size, 0f40C00000;
-setp.lt.f32 small, size, 0f40000000;
-setp.lt.f32 middle, size, 0f40800000;
-selp.f32 steps, 0f4B400002, 0f4BC00004, middle;
-selp.f32 steps, 0f4AC00000, steps, small;
-add.rn.f32 steps, steps, size;
-mov.b32 $0, steps;
-and.b32 $0, $0, 7;
-mov.b32 sign, scaled;
-shr.u32 sign, sign, 28;
-lop3.b32 $0, sign, 8, $0, 0xEA;
-}""")
-
 # Word of the codes of the 8 elements $1..$8. $9 and $10 are minus the factors of the first and the
 # last four; -0.0 is added unless that is zero, so that a scale of zero takes the signs.
 #
@@ -172,16 +150,17 @@ def _scale_bytes(amax, global_scale, dividend):
 
     The quotient is NaN for a group that has a NaN, and zero under the scale zero.
     """
-    has_nan = amax != amax
     wanted = gl.minimum(global_scale * over_6(amax), 448.0)
     byte = wanted.to(gl.float8e4nv).to(gl.uint8, bitcast=True).to(gl.int32)
-    byte = gl.where(has_nan, 0x7F, byte)
+    byte = gl.where(amax != amax, 0x7F, byte)
     # The codes match the stored scale. Moved up by seven bits it is the float16 of 2**-8 times its
-    # value.
+    # value; the least but zero is 2**-9.
     decoded = (byte << 7).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32) * 256.0
-    multiplier = quotient(dividend, gl.where(byte == 0, 1.0, decoded))
+    multiplier = quotient(dividend, gl.maximum(decoded, 0.001953125))
+    # By the byte, which is stored anyhow: conditions from before the division would be kept, and
+    # spill.
     multiplier = gl.where(byte == 0, 0.0, multiplier)
-    return byte, gl.where(has_nan, float("nan"), multiplier)
+    return byte, gl.where(byte == 0x7F, float("nan"), multiplier)
 
 
 @gluon.jit
@@ -228,32 +207,26 @@ def rows_to_nvfp4(x, global_scale):
     """
     HEADS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]
-    groups = gl.reshape(x, (HEADS, COLUMNS // 16, 2, 2, 2, 2))
     amax = gl.reduce(gl.abs(gl.reshape(x, (HEADS, COLUMNS // 16, 16))), 2, max_or_nan)
-    byte, multiplier = _scale_bytes(amax, global_scale, global_scale)
-    BY_GROUP: gl.constexpr = gl.SliceLayout(
-        2, gl.SliceLayout(3, gl.SliceLayout(4, gl.SliceLayout(5, groups.type.layout)))
-    )
-    multiplier = gl.convert_layout(multiplier, BY_GROUP, assert_trivial=True)
-    multiplier = gl.expand_dims(multiplier, 2)
-    wide = gl.expand_dims(gl.expand_dims(gl.expand_dims(multiplier, 3), 4), 5)
-    codes = gl.inline_asm_elementwise(
-        _TO_E2M1,
-        "=r,f,f",
-        [groups, gl.broadcast(wide, groups)[0]],
+    byte, negated = _scale_bytes(amax, global_scale, -global_scale)
+    even, odd = gl.split(gl.reshape(x, (HEADS, COLUMNS // 16, 2, 2, 2, 2)))
+    even_first, even_last = gl.split(even)
+    odd_first, odd_last = gl.split(odd)
+    zero, four = gl.split(even_first)
+    two, six = gl.split(even_last)
+    one, five = gl.split(odd_first)
+    three, seven = gl.split(odd_last)
+    BY_GROUP: gl.constexpr = gl.SliceLayout(2, zero.type.layout)
+    negated = gl.expand_dims(gl.convert_layout(negated, BY_GROUP, assert_trivial=True), 2)
+    negated = gl.broadcast(negated, zero)[0]
+    words = gl.inline_asm_elementwise(
+        _WORD_OF_E2M1,
+        "=&r,f,f,f,f,f,f,f,f,f,f",
+        [zero, one, two, three, four, five, six, seven, negated, negated],
         dtype=gl.int32,
         is_pure=True,
         pack=1,
     )
-    low, high = gl.split(codes)
-    low, high = gl.split(low | (high << 4))
-    low, high = gl.split(low | (high << 8))
-    words = low | (high << 16)
-    multiplier = gl.convert_layout(multiplier, words.type.layout, assert_trivial=True)
-    multiplier = gl.broadcast(multiplier, words)[0]
-    # A group under the scale zero has codes 0, one with a NaN has codes 7.
-    words = gl.where(multiplier != multiplier, 0x77777777, words)
-    words = gl.where(multiplier == 0.0, 0, words)
     return gl.reshape(words, (HEADS, COLUMNS // 8)), byte
 
 
@@ -267,20 +240,20 @@ def swizzled_row(row, column_tiles):
 @gluon.jit
 def store_scale_bytes(
     scales,
+    head,
     sf_ptr,
     row,
     padding_rows,
-    head_start,
     num_heads,
     FIRST: gl.constexpr,
     FULL_TILES: gl.constexpr,
 ):
     """Store scales [heads, n] of groups of 16, from dimension ``FIRST`` of heads 512 wide on.
 
-    ``row`` (int64) counts in the whole buffer; scales of ``padding_rows`` rows after it are zeroed.
+    ``head`` (int32) [heads] are the numbers of the heads. ``row`` (int64) counts in the whole
+    buffer; scales of ``padding_rows`` rows after it are zeroed.
     """
     LAYOUT: gl.constexpr = scales.type.layout
-    head = head_start + opaque(gl.arange(0, scales.shape[0], gl.SliceLayout(1, LAYOUT)))
     group = FIRST // 16 + opaque(gl.arange(0, scales.shape[1], gl.SliceLayout(0, LAYOUT)))
     # The 32 scales of a head are 8 tiles of 512 bytes, the heads of a token follow each other.
     places = (head * 4096)[:, None] + (group // 4 * 512 + group % 4)[None, :]

@@ -327,10 +327,10 @@ def store_scaled_block(
         for part in gl.static_range(2):
             store_scale_bytes(
                 left if part == 0 else right,
+                head_start + opaque_rows(gl.SliceLayout(1, left.type.layout)),
                 sf_ptr,
                 stride_sf_word + row,
                 padding_rows,
-                head_start,
                 num_heads,
                 FIRST + part * 64,
                 FULL_TILES,

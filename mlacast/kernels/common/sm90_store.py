@@ -200,12 +200,13 @@ def store_rows(
         codes = x.to(gl.bfloat16)
     elif OUTPUT.kind == NVFP4:
         codes, scales = rows_to_nvfp4(x, scale)
+        heads = opaque(gl.arange(0, scales.shape[0], gl.SliceLayout(1, scales.type.layout)))
         store_scale_bytes(
             scales,
+            head_start + heads,
             sf_ptr,
             stride_sf_word + row,
             padding_rows,
-            head_start,
             num_heads,
             FIRST,
             FULL_TILES,

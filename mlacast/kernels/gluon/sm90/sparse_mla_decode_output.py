@@ -23,6 +23,7 @@ from mlacast.kernels.common.sm90_rotation import (
     table_row,
 )
 from mlacast.kernels.common.sm90_scaled_store import store_scaled_block
+from mlacast.kernels.common.sm90_store import NVFP4
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
     BLOCK_H,
     KEY_UNIT,
@@ -124,6 +125,7 @@ def output_role(
     count = 0
     item_phase = 0
     ROTATES: gl.constexpr = END.rotates_back and HALF == 1 and not WORK.is_split
+    IS_NVFP4: gl.constexpr = OUTPUT.kind == NVFP4 and not WORK.is_split
     # Rows that are zero whatever the accumulator and the table hold.
     MASKED: gl.constexpr = END.has_sink or ROTATES
     if ROTATES:
@@ -186,13 +188,18 @@ def output_role(
                 prefetch_angles(table_ptr, stride_table, angles)
             mbarrier.wait(factor_ready, item_phase)
             factor = factor_smem.load(ROW)
-            mbarrier.arrive(factor_free, count=1)
+            if not IS_NVFP4:
+                mbarrier.arrive(factor_free, count=1)
             item_phase ^= 1
             row = token.to(gl.int64)
             padding = gl.where(token == work.num_tokens - 1, padding_rows, 0)
             # The rotated block last: only then are there registers for its angles.
             for first in gl.static_range(0, 256, 128):
                 block = even if first == 0 else odd
+                if IS_NVFP4 and first == 128:
+                    # Read again: kept while codes are made it would spill.
+                    factor = factor_smem.load(ROW)
+                    mbarrier.arrive(factor_free, count=1)
                 factor = held_back(factor)
                 if ROTATES and first == 128:
                     cos, sin = load_angles(table_ptr, stride_table, angles, pairs)
