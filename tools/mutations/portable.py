@@ -576,8 +576,8 @@ PORTABLE = (
         "rope_quantize_fp8",
         "the second of a pair is rotated the other way",
         "mlacast/kernels/triton/rope_quantize_fp8.py",
-        "to_fp8((second * cos + first * sin) * scale, IS_E5M2, NATIVE)",
-        "to_fp8((second * cos - first * sin) * scale, IS_E5M2, NATIVE)",
+        "to_fp8((second * cos + first * sin) * scale, CODES.is_e5m2, CODES.native)",
+        "to_fp8((second * cos - first * sin) * scale, CODES.is_e5m2, CODES.native)",
         _ROPE,
     ),
     Fault(
@@ -585,8 +585,8 @@ PORTABLE = (
         "rope_quantize_fp8",
         "the request one past the last is looked up",
         "mlacast/kernels/triton/rope_quantize_fp8.py",
-        "known = exists & (request >= 0) & (request < num_requests)",
-        "known = exists & (request >= 0) & (request <= num_requests)",
+        "known = exists & (request >= 0) & (request < table.num_requests)",
+        "known = exists & (request >= 0) & (request <= table.num_requests)",
         _ROPE,
     ),
 )
