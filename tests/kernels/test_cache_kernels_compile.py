@@ -16,14 +16,15 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from mlacast.descriptors.kv_format import ALL_KV_FORMATS, KvFormat  # noqa: E402
-from mlacast.kernels.common.record_places import record_constants  # noqa: E402
 from mlacast.kernels.config.caches import (  # noqa: E402
     AppendConfig,
     CodesConfig,
     HeadsConfig,
+    LatentConfig,
     append_config,
     gather_config,
     pairs_config,
+    record_config,
     rope_quantize_config,
 )
 from mlacast.kernels.triton import (  # noqa: E402
@@ -135,7 +136,7 @@ FORMATS = tuple(one for one in ALL_KV_FORMATS if not one.name.endswith("_INLINE"
 def _cache_constants(kv_format: KvFormat) -> dict[str, Any]:
     width = kv_format.d_qk or 576
     return {
-        **record_constants(kv_format, width, 1000),
+        "RECORD": record_config(kv_format, width, 1000),
         "stride_slots": 1,
         "NATIVE": True,
         "PDL": True,
@@ -149,14 +150,10 @@ def _cache_types(kv_format: KvFormat) -> dict[str, str]:
 
 
 def _append_constants(kv_format: KvFormat, fused: bool, config: AppendConfig) -> dict[str, Any]:
-    names = ("HAS_NORM", "HAS_WEIGHT", "HAS_ROPE", "HALF_PAIRING")
     return {
         **_cache_constants(kv_format),
-        **dict.fromkeys(names, fused),
-        "ROWS": config.rows,
-        "TILE": config.tile,
-        "STEP": config.step,
-        "THREADS": 32 * config.num_warps,
+        "LATENT": LatentConfig(fused, fused, fused, fused),
+        "PROGRAM": config,
     }
 
 
@@ -200,7 +197,7 @@ CACHE_VARIANTS = (
         Variant(
             f"gather_{one.name}",
             kv_cache_gather,
-            {**_cache_constants(one), "ROWS": GATHER.rows},
+            {**_cache_constants(one), "PROGRAM": GATHER},
             _cache_types(one),
             64,
             1,
