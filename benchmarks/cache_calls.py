@@ -37,7 +37,7 @@ APPEND_CONFIGS = tuple(AppendConfig(32, 8, tile, 128, 128) for tile in (2048, 40
 APPEND_FORMATS = ("V41_FP4", "NVFP4_384", "V32", "V4", "V41")
 
 Call = Callable[[], object]
-Config = RowsConfig | AppendConfig
+Config = RopeConfig | AppendConfig | RowsConfig
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Case:
     def name(self) -> str:
         """Unique name."""
         what = self.pairing if self.kv_format is None else self.kv_format.name
-        sizes = "" if self.config is None else f"-{'.'.join(map(str, vars(self.config).values()))}"
+        sizes = "" if self.config is None else f"-{'.'.join(map(str, self.config))}"
         return f"{self.op}-{what}{'-fused' if self.fused else ''}-t{self.rows}{sizes}"
 
     @property

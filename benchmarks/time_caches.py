@@ -93,7 +93,7 @@ def run_case(
         "rows": case.rows,
         "kv_format": case.kv_format and case.kv_format.name,
         "fused": case.fused,
-        "config": case.config and vars(case.config),
+        "config": case.config and case.config._asdict(),
         "bytes": case.moved_bytes,
         "error": None,
     }

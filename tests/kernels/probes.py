@@ -22,6 +22,7 @@ from mlacast.kernels.common.numbers import (
 from mlacast.kernels.common.record_places import page_division, record_places
 from mlacast.kernels.common.store import Target, store_output
 from mlacast.kernels.common.targets import store_target
+from mlacast.kernels.config.caches import RecordConfig
 
 
 @triton.jit
@@ -75,15 +76,13 @@ def _places_kernel(
     page_shift,
     stride_page,
     N: tl.constexpr,
-    INLINE: tl.constexpr,
-    DATA: tl.constexpr,
-    SCALE: tl.constexpr,
+    RECORD: tl.constexpr,
 ):
     """Places of N slots, the data's and the scales', as int64 [2, N]. One program."""
     at = tl.arange(0, N)
     slot = tl.load(slots_ptr + at)
     data, scale = record_places(
-        slot, slot >= 0, page_size, page_inverse, page_shift, stride_page, INLINE, DATA, SCALE
+        slot, slot >= 0, page_size, page_inverse, page_shift, stride_page, RECORD
     )
     tl.store(out_ptr + at, data)
     tl.store(out_ptr + N + at, scale)
@@ -95,8 +94,9 @@ def record_places_of(
     """int64 [2, n]: where the data and the scales of n slots begin, n a power of two."""
     count = slots.shape[0]
     out = torch.empty(2, count, dtype=torch.int64)
+    record = RecordConfig("bytes", inline, data, scale, d_qk=512, keeps_tail=False)
     _places_kernel[(1,)](
-        slots, out, page_size, *page_division(page_size), stride_page, count, inline, data, scale
+        slots, out, page_size, *page_division(page_size), stride_page, count, record
     )
     return out
 

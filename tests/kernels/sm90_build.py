@@ -163,7 +163,7 @@ def compile_kernel(
     from triton.experimental.gluon._runtime import GluonASTSource
 
     names = kernel.arg_names
-    kind = constants["OUTPUT"].kind if "OUTPUT" in constants else constants["KIND"]
+    kind = constants["OUTPUT"].kind
     types = {name: "constexpr" if name in constants else _type_of(name, kind) for name in names}
     types |= dict.fromkeys(words, "*i32")
     values = {(names.index(name),): value for name, value in constants.items()}

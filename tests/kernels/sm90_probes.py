@@ -63,11 +63,7 @@ def store_scaled_block_kernel(
     num_heads,
     FULL_TILES: gl.constexpr,
     MASKED: gl.constexpr,
-    KIND: gl.constexpr,
-    GROUP: gl.constexpr,
-    F: gl.constexpr,
-    CHUNK32: gl.constexpr,
-    AMAX_FLOOR: gl.constexpr,
+    OUTPUT: gl.constexpr,
 ):
     """Store 64 heads of one token of ``x * factor``, factors [s_q, h]. Grid: (s_q, ceil(h / 64)).
 
@@ -103,19 +99,13 @@ def store_scaled_block_kernel(
                 half * 256 + part * 128,
                 FULL_TILES,
                 MASKED,
-                KIND,
-                GROUP,
-                F,
-                CHUNK32,
-                AMAX_FLOOR,
+                OUTPUT,
             )
 
 
 def constants_of(out: mlacast.QuantizedTensor, heads: int) -> dict[str, object]:
     """Compile-time arguments that the kernel takes from the target."""
-    constants = store_target(out).constants
-    chosen = {name: constants[name] for name in ("KIND", "GROUP", "F", "CHUNK32", "AMAX_FLOOR")}
-    return {"FULL_TILES": heads % 64 == 0, **chosen}
+    return {"FULL_TILES": heads % 64 == 0, "OUTPUT": store_target(out).hopper_config}
 
 
 def store_scaled(x: Tensor, factor: Tensor, out: mlacast.QuantizedTensor, masked: bool) -> None:

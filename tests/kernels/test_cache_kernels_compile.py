@@ -16,11 +16,15 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from mlacast.descriptors.kv_format import ALL_KV_FORMATS, KvFormat  # noqa: E402
-from mlacast.kernels.common.record_places import record_constants  # noqa: E402
 from mlacast.kernels.config.caches import (  # noqa: E402
     AppendConfig,
+    CodesConfig,
+    HeadsConfig,
+    LatentConfig,
     append_config,
     gather_config,
+    pairs_config,
+    record_config,
     rope_quantize_config,
 )
 from mlacast.kernels.triton import (  # noqa: E402
@@ -65,22 +69,13 @@ GATHER = gather_config()
 MANY_QUERIES, FEW_QUERIES = rope_quantize_config(8192), rope_quantize_config(128)
 
 ROPE = {
-    "R": 64,
-    "BLOCK_PAIRS": 32,
-    "N_Q": 512,
-    "BLOCK_Q": 512,
-    "N_K": 512,
-    "BLOCK_K": 512,
-    "N_V": 0,
-    "BLOCK_V": 1,
-    "HALF_PAIRING": True,
+    "PAIRS": pairs_config(64, "half"),
+    "QUERY": HeadsConfig(heads=128, columns=512, block=512),
+    "KEY": HeadsConfig(heads=1, columns=512, block=512),
+    "VALUE": HeadsConfig(heads=1, columns=0, block=1),
+    "CODES": CodesConfig(is_e5m2=False, native=True),
+    "PROGRAM": MANY_QUERIES,
     "PAGED": False,
-    "IS_E5M2": False,
-    "NATIVE": True,
-    "Q_HEADS": 128,
-    "KV_HEADS": 1,
-    "ROWS": MANY_QUERIES.rows,
-    "PINNED": MANY_QUERIES.pinned,
     "PDL": True,
 }
 ROPE_TYPES = {
@@ -90,13 +85,21 @@ ROPE_TYPES = {
     "q_scale": "fp32",
     "kv_scale": "fp32",
 }
-HEADS = {"R": 64, "N_Q": 64, "BLOCK_Q": 64, "N_K": 64, "BLOCK_K": 64, "N_V": 128, "BLOCK_V": 128}
+HEADS = {
+    "QUERY": HeadsConfig(heads=128, columns=64, block=64),
+    "KEY": HeadsConfig(heads=1, columns=64, block=64),
+    "VALUE": HeadsConfig(heads=1, columns=128, block=128),
+}
 ROPE_VARIANTS = (
     Variant("mla", rope_quantize_fp8, ROPE, ROPE_TYPES, 48, 8, 4),
     Variant(
         "mla_interleaved_e5m2",
         rope_quantize_fp8,
-        {**ROPE, "HALF_PAIRING": False, "IS_E5M2": True},
+        {
+            **ROPE,
+            "PAIRS": pairs_config(64, "interleaved"),
+            "CODES": CodesConfig(is_e5m2=True, native=True),
+        },
         ROPE_TYPES,
         40,
         8,
@@ -105,7 +108,7 @@ ROPE_VARIANTS = (
     Variant(
         "mla_few",
         rope_quantize_fp8,
-        {**ROPE, "ROWS": FEW_QUERIES.rows, "PINNED": FEW_QUERIES.pinned},
+        {**ROPE, "PROGRAM": FEW_QUERIES},
         ROPE_TYPES,
         40,
         4,
@@ -118,7 +121,7 @@ ROPE_VARIANTS = (
     Variant(
         "mla_sm80",
         rope_quantize_fp8,
-        {**ROPE, "NATIVE": False, "PDL": False},
+        {**ROPE, "CODES": CodesConfig(is_e5m2=False, native=False), "PDL": False},
         ROPE_TYPES,
         64,
         8,
@@ -133,7 +136,7 @@ FORMATS = tuple(one for one in ALL_KV_FORMATS if not one.name.endswith("_INLINE"
 def _cache_constants(kv_format: KvFormat) -> dict[str, Any]:
     width = kv_format.d_qk or 576
     return {
-        **record_constants(kv_format, width, 1000),
+        "RECORD": record_config(kv_format, width, 1000),
         "stride_slots": 1,
         "NATIVE": True,
         "PDL": True,
@@ -147,14 +150,10 @@ def _cache_types(kv_format: KvFormat) -> dict[str, str]:
 
 
 def _append_constants(kv_format: KvFormat, fused: bool, config: AppendConfig) -> dict[str, Any]:
-    names = ("HAS_NORM", "HAS_WEIGHT", "HAS_ROPE", "HALF_PAIRING")
     return {
         **_cache_constants(kv_format),
-        **dict.fromkeys(names, fused),
-        "ROWS": config.rows,
-        "TILE": config.tile,
-        "STEP": config.step,
-        "THREADS": 32 * config.num_warps,
+        "LATENT": LatentConfig(fused, fused, fused, fused),
+        "PROGRAM": config,
     }
 
 
@@ -198,7 +197,7 @@ CACHE_VARIANTS = (
         Variant(
             f"gather_{one.name}",
             kv_cache_gather,
-            {**_cache_constants(one), "ROWS": GATHER.rows},
+            {**_cache_constants(one), "PROGRAM": GATHER},
             _cache_types(one),
             64,
             1,
@@ -259,6 +258,12 @@ def test_compiles_into_few_wide_accesses(variant: Variant, tmp_path: Path) -> No
     )
     if casts_to_fp8:
         # The instruction saturates: no clamp is compiled before it.
-        kind = "e5m2" if variant.constants.get("IS_E5M2") else "e4m3"
+        is_e5m2 = variant.module is rope_quantize_fp8 and variant.constants["CODES"].is_e5m2
+        kind = "e5m2" if is_e5m2 else "e4m3"
         native = f"cvt.rn.satfinite.{kind}x2.f32" in compiled.asm["ptx"]
-        assert native == variant.constants["NATIVE"]
+        is_native = (
+            variant.constants["CODES"].native
+            if "CODES" in variant.constants
+            else variant.constants["NATIVE"]
+        )
+        assert native == is_native

@@ -160,17 +160,10 @@ def _codes(rows: int) -> str:
     ids=str,
 )
 def test_hopper_kernel_fits_and_multiplies_codes(per_32: bool, variant: hopper.Variant) -> None:
+    parts = 4 if per_32 else 1
     constants = {
-        "STEPS": 32,
-        "PARTS": 4 if per_32 else 1,
-        "X_BYTES": per_32,
-        "WEIGHT_BYTES": per_32,
-        "BLOCK_M": variant.block_m,
-        "BLOCK_N": variant.block_n,
-        "STAGES": variant.stages,
-        "SPLIT": variant.split,
-        "BANKS": variant.banks,
-        "LOADERS": variant.loaders,
+        "TILES": variant,
+        "PRODUCT": hopper.ProductConfig(32, parts, x_bytes=per_32, weight_bytes=per_32),
     }
     scales = "*i32" if per_32 else "*fp32"
     types = {
@@ -207,4 +200,4 @@ def test_hopper_kernel_fits_and_multiplies_codes(per_32: bool, variant: hopper.V
     # Two float32 instructions for each sum and part, and no others.
     sums = variant.block_m * variant.block_n // (128 if variant.split == "steps" else 256)
     adds = len(re.findall(r"\bFFMA\b", sass))
-    assert adds == 2 * sums * constants["PARTS"]
+    assert adds == 2 * sums * parts

@@ -11,17 +11,22 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.sm90_build import Build, build_source, needs_gated_triton
+pytest.importorskip("triton", reason="needs triton to compile kernels")
+
+from mlacast.kernels.config.output import OutputConfig  # noqa: E402
+from tests.kernels.sm90_build import Build, build_source, needs_gated_triton  # noqa: E402
 
 pytestmark = needs_gated_triton
+
+
+def _output(kind: int, group: int, chunk32: bool = False, amax_floor: float = 0.0) -> OutputConfig:
+    return OutputConfig(kind, group, 0, chunk32, amax_floor, 0)
+
 
 PLAIN = {
     "SEQUENCES": 32,
     "CAUSAL": True,
-    "KIND": 0,
-    "GROUP": 512,
-    "CHUNK32": False,
-    "AMAX_FLOOR": 0.0,
+    "OUTPUT": _output(0, 512),
 }
 SF_TYPES = {0: "*bf16", 1: "*u8", 4: "*i32", 5: "*u8"}
 ALIGNED = ("stride_data_token", "stride_data_group", "v_ptr", "data_ptr")
@@ -36,7 +41,7 @@ def _descriptor(rows: int, columns: int) -> str:
 
 
 def _type_of(name: str, constants: dict[str, Any]) -> str:
-    kind = constants["KIND"]
+    kind = constants["OUTPUT"].kind
     special = {
         "q_desc": _descriptor(64, 64),
         "k_desc": _descriptor(128, 64),
@@ -68,14 +73,17 @@ def _build(constants: dict[str, Any]) -> Build:
     return build_source(source, OPTIONS)
 
 
-FP8 = PLAIN | {"GROUP": 128, "AMAX_FLOOR": 1e-10}
 CASES = {
     "bf16": PLAIN,
     "bf16-many-sequences": PLAIN | {"SEQUENCES": 128},
-    "group64-float32-many-sequences": FP8 | {"KIND": 2, "GROUP": 64, "SEQUENCES": 128},
-    "group128-packed": FP8 | {"KIND": 4},
-    "mxfp8-chunk32": FP8 | {"KIND": 4, "GROUP": 32, "CHUNK32": True},
-    "nvfp4": PLAIN | {"KIND": 5, "GROUP": 16},
+    "group64-float32-many-sequences": {
+        **PLAIN,
+        "OUTPUT": _output(2, 64, amax_floor=1e-10),
+        "SEQUENCES": 128,
+    },
+    "group128-packed": PLAIN | {"OUTPUT": _output(4, 128, amax_floor=1e-10)},
+    "mxfp8-chunk32": PLAIN | {"OUTPUT": _output(4, 32, True, 1e-10)},
+    "nvfp4": PLAIN | {"OUTPUT": _output(5, 16)},
 }
 # Of 128 rows of 128 a thread stores 64 numbers: bfloat16, codes of 4 bits, else of 8.
 STORES = {0: {"128": 16}, 5: {"128": 4}}
@@ -85,7 +93,7 @@ STORES = {0: {"128": 16}, 5: {"128": 4}}
 def test_compiles_without_serialised_wgmma_or_spills(constants: dict[str, Any]) -> None:
     built = _build(constants)
     assert built.spilled_bytes == 0
-    assert built.wide_stores == STORES.get(constants["KIND"], {"64": 16})
+    assert built.wide_stores == STORES.get(constants["OUTPUT"].kind, {"64": 16})
     # First scores, loop, last product with the values: 12 + (12 + 8) + 8 for each consumer.
     assert built.products == {"64x128": 2 * 40}
     loops = built.key_loops

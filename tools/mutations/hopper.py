@@ -286,8 +286,8 @@ HOPPER = (
         "grouped_out_project",
         "scales of the step before are used",
         _SM90 + "grouped_out_project_roles.py",
-        "x1 = _words_of(x_sf, x_step, first + LOADERS, STEPS)",
-        "x1 = _words_of(x_sf, x_step, first, STEPS)",
+        "x1 = _load_words(x_sf, x_step, first + LOADERS, STEPS)",
+        "x1 = _load_words(x_sf, x_step, first, STEPS)",
         (_PRODUCTS + "[mxfp8_head-words_32]",),
     ),
     Fault(

@@ -77,8 +77,7 @@ def _store_rows(
     head_start,
     num_heads,
     FIRST: gl.constexpr,
-    F: gl.constexpr,
-    CHUNK32: gl.constexpr,
+    OUTPUT: gl.constexpr,
     FULL_TILES: gl.constexpr,
     PER_VALUE: gl.constexpr,
 ):
@@ -91,12 +90,12 @@ def _store_rows(
         data_ptr = data_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
     LAYOUT: gl.constexpr = values.type.layout
     COLUMNS: gl.constexpr = 128 // PER_VALUE
-    HEADS: gl.constexpr = F // 512
+    HEADS: gl.constexpr = OUTPUT.features // 512
     CHUNK: gl.constexpr = 32 // PER_VALUE
-    HEAD_STEP: gl.constexpr = CHUNK if CHUNK32 else 512 // PER_VALUE
+    HEAD_STEP: gl.constexpr = CHUNK if OUTPUT.chunk32 else 512 // PER_VALUE
     head = head_start + opaque_rows(gl.SliceLayout(1, LAYOUT))
     column = FIRST // PER_VALUE + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
-    if CHUNK32:
+    if OUTPUT.chunk32:
         column = (column // CHUNK) * (HEADS * CHUNK) + column % CHUNK
     rows = aligned_offset(head // HEADS, stride_group // WORD) + (head % HEADS) * HEAD_STEP
     pointers = data_ptr + rows[:, None] + column[None, :]
@@ -118,13 +117,11 @@ def _store_scales(
     num_heads,
     FIRST: gl.constexpr,
     FULL_TILES: gl.constexpr,
-    KIND: gl.constexpr,
-    GROUP: gl.constexpr,
-    F: gl.constexpr,
-    CHUNK32: gl.constexpr,
+    OUTPUT: gl.constexpr,
 ):
     """Store scales [64, n] of heads and blocks; those of blocks of 64 come, and leave, twice."""
-    HEADS: gl.constexpr = F // 512
+    GROUP: gl.constexpr = OUTPUT.group
+    HEADS: gl.constexpr = OUTPUT.features // 512
     LAYOUT: gl.constexpr = scales.type.layout
     COPIES: gl.constexpr = 2 if GROUP == 64 else 1
     head = head_start + opaque_rows(gl.SliceLayout(1, LAYOUT))
@@ -132,9 +129,9 @@ def _store_scales(
     block = FIRST // GROUP + place // COPIES
     within = head % HEADS
     group = (head // HEADS).to(gl.int64) * stride_group
-    if KIND == FP8_UE8M0:
+    if OUTPUT.kind == FP8_UE8M0:
         # Scale ``index`` of a group is byte index % 4 of word index // 4.
-        if not CHUNK32:
+        if not OUTPUT.chunk32:
             in_row = (group + within * (128 // GROUP) * stride_word) * 4
             in_column = (block // 4) * stride_word * 4 + block % 4
             offsets = in_row[:, None] + in_column[None, :]
@@ -148,7 +145,7 @@ def _store_scales(
         pointers = sf_ptr.to(gl.pointer_type(gl.uint8), bitcast=True) + row * stride_token * 4
         stored = scales.to(gl.uint8)
     else:
-        if CHUNK32:
+        if OUTPUT.chunk32:
             offsets = (group + within * stride_word)[:, None]
             offsets += (block * HEADS * stride_word)[None, :]
         else:
@@ -200,9 +197,7 @@ def group_scales(
     factor,
     alive,
     MASKED: gl.constexpr,
-    KIND: gl.constexpr,
-    GROUP: gl.constexpr,
-    AMAX_FLOOR: gl.constexpr,
+    OUTPUT: gl.constexpr,
 ):
     """Scales of the groups of ``x * factor`` [64, 128].
 
@@ -212,26 +207,26 @@ def group_scales(
         what ``over_scales`` makes ``x * factor`` over scales from, columns and numbers of groups;
         and the scales as they are stored, placed as by ``_group_max``.
     """
-    if KIND == FP8_FLOAT32:
+    if OUTPUT.kind == FP8_FLOAT32:
         x = (
             x
             * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout), assert_trivial=True)[
                 :, None
             ]
         )
-    pairs = _paired(x, GROUP)
-    amax = _group_max(pairs, GROUP)
+    pairs = _paired(x, OUTPUT.group)
+    amax = _group_max(pairs, OUTPUT.group)
     ROW: gl.constexpr = gl.SliceLayout(1, amax.type.layout)
     per_head = gl.convert_layout(factor, ROW, assert_trivial=True)[:, None]
-    if KIND != FP8_FLOAT32:
+    if OUTPUT.kind != FP8_FLOAT32:
         # Rounding keeps order, so this is the amax of the products.
         amax = amax * gl.abs(per_head)
     if MASKED:
         is_alive = gl.convert_layout(alive, ROW, assert_trivial=True)[:, None] != 0
         amax = gl.where(gl.broadcast(is_alive, amax)[0], amax, 0.0)
     has_nan = amax != amax
-    floored = gl.maximum(amax, AMAX_FLOOR)
-    if KIND == FP8_FLOAT32:
+    floored = gl.maximum(amax, OUTPUT.amax_floor)
+    if OUTPUT.kind == FP8_FLOAT32:
         scale = over_448(gl.minimum(floored, FLOAT32_MAX))
         scale = gl.where(has_nan, float("nan"), scale)
         stored = scale
@@ -246,18 +241,18 @@ def group_scales(
         inverse = gl.where(has_nan, 0x7FC00000, inverse).to(gl.float32, bitcast=True)
         scale = inverse * per_head
         stored = exponent
-        if KIND == FP8_FLOAT32_POW2:
+        if OUTPUT.kind == FP8_FLOAT32_POW2:
             stored = (exponent << 23).to(gl.float32, bitcast=True)
     return pairs, scale, stored
 
 
 @gluon.jit
-def over_scales(pairs, scale, KIND: gl.constexpr, GROUP: gl.constexpr):
+def over_scales(pairs, scale, OUTPUT: gl.constexpr):
     """Numbers [64, 128] to be rounded to codes, from what ``group_scales`` returns."""
-    if KIND == FP8_FLOAT32:
-        ratio = _divide(pairs, scale, GROUP)
+    if OUTPUT.kind == FP8_FLOAT32:
+        ratio = _divide(pairs, scale, OUTPUT.group)
     else:
-        ratio = pairs * _spread(scale, pairs, GROUP)
+        ratio = pairs * _spread(scale, pairs, OUTPUT.group)
     return gl.reshape(ratio, (BLOCK_H, 128))
 
 
@@ -280,11 +275,7 @@ def store_scaled_block(
     FIRST: gl.constexpr,
     FULL_TILES: gl.constexpr,
     MASKED: gl.constexpr,
-    KIND: gl.constexpr,
-    GROUP: gl.constexpr,
-    F: gl.constexpr,
-    CHUNK32: gl.constexpr,
-    AMAX_FLOOR: gl.constexpr,
+    OUTPUT: gl.constexpr,
 ):
     """Quantise and store dimensions ``FIRST``.. of 64 heads of one token: ``x * factor``.
 
@@ -292,10 +283,10 @@ def store_scaled_block(
     (int32 [64], all ones or zero) is zero are stored as zeros whatever they hold.
     ``data_ptr`` is the token's row of codes, ``row`` (int64) that of its scales. ``padding_rows``
     of scales after it are zeroed: 0 except for the buffer's last token. Of NVFP4, whose scales have
-    no strides, ``stride_sf_word`` is the range's first row.
+    no strides, ``stride_sf_word`` is the range's first row. OUTPUT is an `OutputConfig`.
     """
     COLUMN: gl.constexpr = gl.SliceLayout(1, x.type.layout)
-    if KIND == BF16:
+    if OUTPUT.kind == BF16:
         per_head = gl.convert_layout(factor, COLUMN, assert_trivial=True)[:, None]
         _store_rows(
             pack_bf16(x * per_head, alive, MASKED),
@@ -304,12 +295,11 @@ def store_scaled_block(
             head_start,
             num_heads,
             FIRST,
-            F,
-            CHUNK32,
+            OUTPUT,
             FULL_TILES,
             1,
         )
-    elif KIND == NVFP4:
+    elif OUTPUT.kind == NVFP4:
         per_head = gl.convert_layout(factor, COLUMN, assert_trivial=True)[:, None]
         words, left, right = to_nvfp4(x * per_head, alive, gl.load(scale_ptr), MASKED)
         _store_rows(
@@ -319,8 +309,7 @@ def store_scaled_block(
             head_start,
             num_heads,
             FIRST,
-            F,
-            CHUNK32,
+            OUTPUT,
             FULL_TILES,
             8,
         )
@@ -336,11 +325,11 @@ def store_scaled_block(
                 FULL_TILES,
             )
     else:
-        if KIND == FP8_TENSOR:
+        if OUTPUT.kind == FP8_TENSOR:
             per_head = gl.convert_layout(factor, COLUMN, assert_trivial=True)[:, None]
             ratio = x * per_head * reciprocal(gl.load(scale_ptr))
         else:
-            pairs, scale, scales = group_scales(x, factor, alive, MASKED, KIND, GROUP, AMAX_FLOOR)
+            pairs, scale, scales = group_scales(x, factor, alive, MASKED, OUTPUT)
             _store_scales(
                 scales,
                 sf_ptr,
@@ -352,12 +341,9 @@ def store_scaled_block(
                 num_heads,
                 FIRST,
                 FULL_TILES,
-                KIND,
-                GROUP,
-                F,
-                CHUNK32,
+                OUTPUT,
             )
-            ratio = over_scales(pairs, scale, KIND, GROUP)
+            ratio = over_scales(pairs, scale, OUTPUT)
         _store_rows(
             pack_e4m3(ratio, alive, MASKED),
             data_ptr,
@@ -365,12 +351,11 @@ def store_scaled_block(
             head_start,
             num_heads,
             FIRST,
-            F,
-            CHUNK32,
+            OUTPUT,
             FULL_TILES,
             4,
         )
-        if KIND != FP8_TENSOR:
+        if OUTPUT.kind != FP8_TENSOR:
             # Last, where the registers of the block are free.
             for padding in range(padding_rows):
                 _store_scales(
@@ -384,8 +369,5 @@ def store_scaled_block(
                     num_heads,
                     FIRST,
                     FULL_TILES,
-                    KIND,
-                    GROUP,
-                    F,
-                    CHUNK32,
+                    OUTPUT,
                 )

@@ -23,7 +23,7 @@ BLOCK_ROWS = gl.constexpr(64)
 
 @gluon.jit
 def _store_values(
-    values, target, token, skipped, head, PER_VALUE: gl.constexpr, CHUNK32: gl.constexpr
+    values, target, token, skipped, head, PER_VALUE: gl.constexpr, OUTPUT: gl.constexpr
 ):
     """Store words of PER_VALUE dimensions each [64, 128 / PER_VALUE] into the rows of tokens."""
     rows_of_data, _, _, group_heads = target
@@ -39,7 +39,7 @@ def _store_values(
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     within = head % group_heads
     start = aligned_offset(head // group_heads, stride_group // WORD)
-    if CHUNK32:
+    if OUTPUT.chunk32:
         # In this order a head is 512 wide, and a head here a quarter of one.
         wide_heads = group_heads // 4
         start += ((within % 4) * 4 * wide_heads + within // 4) * CHUNK
@@ -60,13 +60,12 @@ def _store_scale_rows(
     stop,
     head,
     FIRST: gl.constexpr,
-    KIND: gl.constexpr,
-    GROUP: gl.constexpr,
-    CHUNK32: gl.constexpr,
+    OUTPUT: gl.constexpr,
 ):
     """Store scales [64, n] of groups ``FIRST``.. of a head, rows ``first`` up to ``stop``."""
     _, rows_of_scales, _, group_heads = target
     sf_ptr, stride_token, stride_group, stride_word, row_start, tiles, _, _ = rows_of_scales
+    GROUP: gl.constexpr = OUTPUT.group
     LAYOUT: gl.constexpr = scales.type.layout
     local = opaque_rows(gl.SliceLayout(1, LAYOUT))
     # Scales of 64 values are there, and stored, twice.
@@ -74,21 +73,21 @@ def _store_scale_rows(
     place = opaque(gl.arange(0, scales.shape[1], gl.SliceLayout(0, LAYOUT)))
     block = FIRST + place // COPIES
     mask = ((local >= first) & (local < stop))[:, None]
-    if KIND == NVFP4:
+    if OUTPUT.kind == NVFP4:
         in_row = swizzled_row(row_start + token + local, tiles)
         in_column = head * 1024 + block // 4 * 512 + block % 4
         pointers = sf_ptr + in_row[:, None] + in_column[None, :]
         gl.store(pointers, scales.to(gl.uint8), mask=mask)
     else:
         within = head % group_heads
-        if CHUNK32:
+        if OUTPUT.chunk32:
             wide_heads = group_heads // 4
             index = ((within % 4) * 4 + block) * wide_heads + within // 4
         else:
             index = within * (128 // GROUP) + block
         rows = row_offset(token + local, stride_token)
         start = row_offset(head // group_heads, stride_group)
-        if KIND == FP8_UE8M0:
+        if OUTPUT.kind == FP8_UE8M0:
             # Scale ``index`` of a group is byte index % 4 of word index // 4.
             bytes_ptr = sf_ptr.to(gl.pointer_type(gl.uint8), bitcast=True)
             in_column = (start + row_offset(index // 4, stride_word)) * 4 + index % 4
@@ -118,14 +117,12 @@ def _store_scales(
     skipped,
     head,
     FIRST: gl.constexpr,
-    KIND: gl.constexpr,
-    GROUP: gl.constexpr,
-    CHUNK32: gl.constexpr,
+    OUTPUT: gl.constexpr,
 ):
     """Store scales [64, n] of a head; after the last token also zeroes, the padding."""
     _, rows_of_scales, _, _ = target
     _, _, _, _, _, _, num_rows, padding_rows = rows_of_scales
-    _store_scale_rows(scales, target, token, skipped, BLOCK_ROWS, head, FIRST, KIND, GROUP, CHUNK32)
+    _store_scale_rows(scales, target, token, skipped, BLOCK_ROWS, head, FIRST, OUTPUT)
     padding = gl.where(token + BLOCK_ROWS == num_rows, padding_rows, 0)
     for start in range(0, padding, BLOCK_ROWS):
         _store_scale_rows(
@@ -136,9 +133,7 @@ def _store_scales(
             padding - start,
             head,
             FIRST,
-            KIND,
-            GROUP,
-            CHUNK32,
+            OUTPUT,
         )
 
 
@@ -151,10 +146,7 @@ def store_token_block(
     token,
     skipped,
     head,
-    KIND: gl.constexpr,
-    GROUP: gl.constexpr,
-    CHUNK32: gl.constexpr,
-    AMAX_FLOOR: gl.constexpr,
+    OUTPUT: gl.constexpr,
 ):
     """Quantise and store one head of 64 tokens: ``x * factor``.
 
@@ -166,23 +158,23 @@ def store_token_block(
     ``target`` is ((data pointer, strides of a token and of a group), (scale pointer, strides of a
     token, a group and a word, the range's first row in the buffer, column tiles of swizzled
     scales, tokens of the range, padding rows), pointer of the format's own scale, heads of a
-    group).
+    group). OUTPUT is an `OutputConfig`, of whose widths nothing is read.
     """
     COLUMN: gl.constexpr = gl.SliceLayout(1, x.type.layout)
     _, _, scale_ptr, _ = target
     per_row = gl.convert_layout(factor, COLUMN, assert_trivial=True)[:, None]
-    if KIND == BF16:
-        _store_values(pack_bf16(x * per_row, alive, True), target, token, skipped, head, 1, CHUNK32)
-    elif KIND == FP8_TENSOR:
+    if OUTPUT.kind == BF16:
+        _store_values(pack_bf16(x * per_row, alive, True), target, token, skipped, head, 1, OUTPUT)
+    elif OUTPUT.kind == FP8_TENSOR:
         ratio = x * per_row * reciprocal(gl.load(scale_ptr))
-        _store_values(pack_e4m3(ratio, alive, True), target, token, skipped, head, 4, CHUNK32)
-    elif KIND == NVFP4:
+        _store_values(pack_e4m3(ratio, alive, True), target, token, skipped, head, 4, OUTPUT)
+    elif OUTPUT.kind == NVFP4:
         words, left, right = to_nvfp4(x * per_row, alive, gl.load(scale_ptr), True)
-        _store_scales(left, target, token, skipped, head, 0, KIND, GROUP, CHUNK32)
-        _store_scales(right, target, token, skipped, head, 4, KIND, GROUP, CHUNK32)
-        _store_values(words, target, token, skipped, head, 8, CHUNK32)
+        _store_scales(left, target, token, skipped, head, 0, OUTPUT)
+        _store_scales(right, target, token, skipped, head, 4, OUTPUT)
+        _store_values(words, target, token, skipped, head, 8, OUTPUT)
     else:
-        pairs, scale, scales = group_scales(x, factor, alive, True, KIND, GROUP, AMAX_FLOOR)
-        _store_scales(scales, target, token, skipped, head, 0, KIND, GROUP, CHUNK32)
-        ratio = over_scales(pairs, scale, KIND, GROUP)
-        _store_values(pack_e4m3(ratio, alive, True), target, token, skipped, head, 4, CHUNK32)
+        pairs, scale, scales = group_scales(x, factor, alive, True, OUTPUT)
+        _store_scales(scales, target, token, skipped, head, 0, OUTPUT)
+        ratio = over_scales(pairs, scale, OUTPUT)
+        _store_values(pack_e4m3(ratio, alive, True), target, token, skipped, head, 4, OUTPUT)

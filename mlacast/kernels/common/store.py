@@ -128,6 +128,7 @@ def _store_scales(target, row, group, index, values, mask, OUTPUT: tl.constexpr)
 
 @triton.jit
 def _larger_or_nan(a, b):
+    """The larger of two, NaN if either is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 

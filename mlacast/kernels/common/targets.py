@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -35,10 +34,12 @@ class StoreTarget:
         return self.config._replace(sf_column_tiles=0)
 
     @property
-    def constants(self) -> dict[str, Any]:
-        """The compile-time values one by one, for kernels that take them so."""
-        names = ("KIND", "GROUP", "F", "CHUNK32", "AMAX_FLOOR", "SF_COLUMN_TILES")
-        return dict(zip(names, self.config, strict=True))
+    def token_config(self) -> OutputConfig:
+        """The compile-time values without widths, which kernels of rows of tokens take as numbers.
+
+        One variant stores all numbers of heads.
+        """
+        return self.config._replace(features=0, sf_column_tiles=0)
 
 
 def _word_stride(out: QuantizedTensor) -> int:

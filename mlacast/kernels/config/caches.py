@@ -1,8 +1,16 @@
-"""Sizes of the programs that quantise queries and keys, and write or read records of a cache."""
+"""What kernels that quantise queries and keys, or write or read records, are compiled for.
+
+The sizes of their programs, and what the tensors and the cache of a call are.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from mlacast.descriptors.kv_format import KvFormat
+from mlacast.descriptors.rope import Rope
 
 # Up to so many rows small programs, so that all multiprocessors have some.
 _FEW_ROWS = 1024
@@ -10,29 +18,109 @@ _FEW_ROWS = 1024
 _ROWS_OF_A_PAGE = 32
 # 16 tokens of 128 heads.
 _FEW_QUERY_ROWS = 2048
+# Formats that keep the last 64 dimensions as they were.
+_KEEP_TAILS = ("v32", "v4", "nvfp4_384")
 
 
-@dataclass(frozen=True)
-class RowsConfig:
+class RowsConfig(NamedTuple):
     """Rows of a program, and its warps."""
 
     rows: int
     num_warps: int
 
 
-@dataclass(frozen=True)
-class RopeConfig(RowsConfig):
-    """Rows (a token and a head each) of a program, its warps, and the order of its loads.
+class RopeConfig(NamedTuple):
+    """A program of ``rope_quantize_fp8``.
 
     Attributes:
+        rows: Rows of a program, a token and a head each.
+        num_warps: Its warps.
         pinned: A barrier keeps the loads of columns before those of angles.
     """
 
+    rows: int
+    num_warps: int
     pinned: bool = False
 
 
-@dataclass(frozen=True)
-class AppendConfig:
+class PairsConfig(NamedTuple):
+    """Columns that are rotated.
+
+    Attributes:
+        columns: How many of a row.
+        block: A power of two that is not below half of that.
+        half_pairing: Whether column i is paired with that half of them further; else with its
+            neighbour.
+    """
+
+    columns: int
+    block: int
+    half_pairing: bool
+
+
+class HeadsConfig(NamedTuple):
+    """Heads of queries, keys or values.
+
+    Attributes:
+        heads: How many of a token.
+        columns: Columns of a head that are not rotated, possibly 0.
+        block: A power of two that is not below that.
+    """
+
+    heads: int
+    columns: int
+    block: int
+
+
+class CodesConfig(NamedTuple):
+    """How numbers become FP8.
+
+    Attributes:
+        is_e5m2: Whether codes are e5m2; else e4m3.
+        native: Whether the device has instructions for that.
+    """
+
+    is_e5m2: bool
+    native: bool
+
+
+class RecordConfig(NamedTuple):
+    """Records of a cache: plain rows in elements, all others in bytes.
+
+    Attributes:
+        name: Name of the record format, "rows" for plain bfloat16.
+        is_inline: Whether scales stand beside each token; else behind those of a page.
+        data: Width of what a token has without its scales.
+        scale: Width of its scales.
+        d_qk: Dimensions of a row, 512 or 576.
+        keeps_tail: Whether the last 64 of them are stored as bfloat16 beside codes.
+    """
+
+    name: str
+    is_inline: bool
+    data: int
+    scale: int
+    d_qk: int
+    keeps_tail: bool
+
+
+class LatentConfig(NamedTuple):
+    """What happens to rows before they become records.
+
+    Attributes:
+        has_norm: Whether the first 512 dimensions are normed.
+        has_weight: Whether the norm has weights; else ones.
+        has_rope: Whether the last 64 dimensions are rotated.
+        half_pairing: Whether dimension i of those is paired with i + 32; else with its neighbour.
+    """
+
+    has_norm: bool
+    has_weight: bool
+    has_rope: bool
+    half_pairing: bool
+
+
+class AppendConfig(NamedTuple):
     """Rows of a program, and how it looks for earlier rows with the same slots.
 
     Attributes:
@@ -62,6 +150,51 @@ def rope_quantize_config(num_rows: int) -> RopeConfig:
     if num_rows <= _FEW_QUERY_ROWS:
         return RopeConfig(rows=4, num_warps=4, pinned=True)
     return RopeConfig(rows=8, num_warps=4)
+
+
+def _power_of_two(number: int) -> int:
+    """The least power of two that is not below ``number``, 1 for 0."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def pairs_config(columns: int, pairing: str) -> PairsConfig:
+    """Describe the rotated columns; ``pairing`` as in ``mlacast.rope_quantize_fp8``."""
+    return PairsConfig(columns, _power_of_two(columns // 2), half_pairing=pairing == "half")
+
+
+def heads_config(heads: int, columns: int) -> HeadsConfig:
+    """Describe heads with so many columns that are not rotated."""
+    return HeadsConfig(heads, columns, _power_of_two(columns))
+
+
+def codes_config(dtype: torch.dtype, *, native: bool) -> CodesConfig:
+    """Describe the codes of an output of ``dtype``."""
+    return CodesConfig(is_e5m2=dtype == torch.float8_e5m2, native=native)
+
+
+def record_config(kv_format: KvFormat, d_qk: int, num_slots: int) -> RecordConfig:
+    """Describe the records of a cache with so many slots."""
+    assert num_slots < 2**31, "a cache of 2**31 records would take 600 GB or more"
+    return RecordConfig(
+        kv_format.record or "rows",
+        is_inline=kv_format.placement == "inline",
+        data=d_qk if kv_format.record is None else kv_format.record_data_bytes(d_qk),
+        scale=kv_format.scale_bytes,
+        d_qk=d_qk,
+        keeps_tail=kv_format.record in _KEEP_TAILS,
+    )
+
+
+def latent_config(
+    norm_weight: torch.Tensor | None, norm_eps: float | None, rope: Rope | None
+) -> LatentConfig:
+    """Describe what a call does to its rows; arguments as in ``mlacast.kv_cache_append``."""
+    return LatentConfig(
+        has_norm=norm_eps is not None,
+        has_weight=norm_weight is not None,
+        has_rope=rope is not None,
+        half_pairing=rope is not None and rope.pairing == "half",
+    )
 
 
 def append_config(num_rows: int, page_size: int, *, is_fp4: bool) -> AppendConfig:

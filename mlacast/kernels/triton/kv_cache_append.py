@@ -21,10 +21,14 @@ from mlacast.kernels.common.packed_bf16 import widened
 from mlacast.kernels.common.record_places import (
     flat_records,
     page_division,
-    record_constants,
     record_places,
 )
-from mlacast.kernels.config.caches import AppendConfig, append_config
+from mlacast.kernels.config.caches import (
+    AppendConfig,
+    append_config,
+    latent_config,
+    record_config,
+)
 from mlacast.kernels.triton.kv_cache_append_encode import (
     bf16_bytes,
     bits_of,
@@ -94,29 +98,29 @@ def _store_dimensions(
     C: tl.constexpr = a.shape[1]
     N: tl.constexpr = C if b is None else 2 * C
     COUNT: tl.constexpr = LAST - FIRST
-    if RECORD == "fp8":
+    if RECORD.name == "fp8":
         codes = encode_fp8(a, b, ROWS, C, NATIVE)
         _store(cache_ptr, data + FIRST, codes, write, COUNT)
-    elif RECORD == "v32":
+    elif RECORD.name == "v32":
         codes, scales = encode_pow2(a, b, ROWS, C, 128, True, NATIVE)
         _store(cache_ptr, data + FIRST, codes, write, COUNT)
         words = word_bytes(scales, ROWS, N // 128)
         _store(cache_ptr, data + (512 + FIRST // 32), words, write, COUNT // 32)
-    elif RECORD == "v4":
+    elif RECORD.name == "v4":
         # The byte after the seven scales is padding, a zero.
         codes, scales = encode_pow2(a, b, ROWS, C, 64, False, NATIVE)
         _store(cache_ptr, data + FIRST, codes, write, COUNT)
         _store_scales(cache_ptr, scale + FIRST // 64, scales, write, COUNT // 64, N // 64)
-    elif RECORD == "v41":
+    elif RECORD.name == "v41":
         codes, scales = encode_pow2(a, b, ROWS, C, 32, False, NATIVE)
         _store(cache_ptr, data + FIRST, codes, write, COUNT)
         _store(cache_ptr, scale + FIRST // 32, scales.to(tl.uint8), write, COUNT // 32)
-    elif RECORD == "v41_fp4":
+    elif RECORD.name == "v41_fp4":
         codes, scales = encode_fp4(a, b, ROWS, C, False, NATIVE)
         _store(cache_ptr, data + FIRST // 2, codes, write, COUNT // 2)
         _store(cache_ptr, scale + FIRST // 16, scales, write, COUNT // 16)
     else:
-        tl.static_assert(RECORD == "nvfp4_384", "unknown record format")
+        tl.static_assert(RECORD.name == "nvfp4_384", "unknown record format")
         # The four bytes after the 28 scales are padding, zeros.
         codes, scales = encode_fp4(a, b, ROWS, C, True, NATIVE)
         _store(cache_ptr, data + FIRST // 2, codes, write, COUNT // 2)
@@ -131,19 +135,16 @@ def _store_tail(
     scale,
     write,
     FIRST: tl.constexpr,
-    DATA: tl.constexpr,
-    D_QK: tl.constexpr,
     RECORD: tl.constexpr,
-    KEEPS_TAIL: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     """Store dimensions FIRST.. of the last 64, ``tail`` [ROWS, N]."""
     ROWS: tl.constexpr = tail.shape[0]
     N: tl.constexpr = tail.shape[1]
-    if KEEPS_TAIL:
+    if RECORD.keeps_tail:
         plain = bf16_bytes(bits_of(tail, NATIVE), ROWS, N)
-        _store(cache_ptr, data + (DATA - 2 * (D_QK - FIRST)), plain, write, 2 * N)
-    elif RECORD == "rows":
+        _store(cache_ptr, data + (RECORD.data - 2 * (RECORD.d_qk - FIRST)), plain, write, 2 * N)
+    elif RECORD.name == "rows":
         _store(cache_ptr, data + FIRST, bits_of(tail, NATIVE), write, N)
     else:
         _store_dimensions(
@@ -195,33 +196,24 @@ def _kv_cache_append_kernel(
     stride_positions,
     num_rows,
     RECORD: tl.constexpr,
-    INLINE: tl.constexpr,
-    DATA: tl.constexpr,
-    SCALE: tl.constexpr,
-    D_QK: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_ROPE: tl.constexpr,
-    HALF_PAIRING: tl.constexpr,
+    LATENT: tl.constexpr,
+    PROGRAM: tl.constexpr,
     NATIVE: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    STEP: tl.constexpr,
-    THREADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write ROWS rows. Grid: (ceil(num_rows / ROWS),).
+    """Write as many rows as the program has. Grid: (ceil(num_rows / rows),).
 
     The first 512 dimensions are two tiles (see ``kv_cache_append_encode``), and the last 64 are
     treated on their own where they are kept, or rotated, apart from the others.
     """
-    KEEPS_TAIL: tl.constexpr = RECORD == "v32" or RECORD == "v4" or RECORD == "nvfp4_384"
-    HAS_TAIL: tl.constexpr = D_QK == 576 or HAS_ROPE or KEEPS_TAIL
+    ROWS: tl.constexpr = PROGRAM.rows
+    D_QK: tl.constexpr = RECORD.d_qk
+    HAS_TAIL: tl.constexpr = D_QK == 576 or LATENT.has_rope or RECORD.keeps_tail
     # Whether bits of the last 64 dimensions are stored, not codes.
-    KEEPS_NAN: tl.constexpr = KEEPS_TAIL or RECORD == "rows"
+    KEEPS_NAN: tl.constexpr = RECORD.keeps_tail or RECORD.name == "rows"
     MAIN: tl.constexpr = D_QK - 64 if HAS_TAIL else 512
     # What is stored as it came needs no groups, and its stores are as wide as its loads.
-    RUN: tl.constexpr = 256 if RECORD == "rows" else 8
+    RUN: tl.constexpr = 256 if RECORD.name == "rows" else 8
     # Programs with many rows before them begin first, and share a multiprocessor with those that
     # have few.
     program, half = tl.program_id(0), tl.num_programs(0) // 2
@@ -234,9 +226,9 @@ def _kv_cache_append_kernel(
     after_previous_kernel(PDL)
     slot = load_slots(slots_ptr, stride_slots, there, num_slots)
     slot = tl.where(row <= last_row, slot, -1)
-    near = None if TILE == 0 else load_rest(slots_ptr, stride_slots, first, TILE)
+    near = None if PROGRAM.tile == 0 else load_rest(slots_ptr, stride_slots, first, PROGRAM.tile)
     row = there.to(tl.int64)
-    if HAS_ROPE:
+    if LATENT.has_rope:
         position = tl.load(positions_ptr + row * stride_positions)
     c = tl.arange(0, 256)
     column = (c // RUN) * (2 * RUN) + c % RUN
@@ -245,14 +237,14 @@ def _kv_cache_append_kernel(
     b = tl.load(latent + RUN)
     if HAS_TAIL:
         # Halves that are rotated with each other are two tiles.
-        IN_HALVES: tl.constexpr = HAS_ROPE and HALF_PAIRING
+        IN_HALVES: tl.constexpr = LATENT.has_rope and LATENT.half_pairing
         T: tl.constexpr = 32 if IN_HALVES else 64
         t = tl.arange(0, T)
         last = latent_ptr + (row * stride_latent)[:, None] + (D_QK - 64 + t)[None, :]
         tail = tl.load(last)
         if IN_HALVES:
             tail_end = tl.load(last + 32)
-    if HAS_ROPE:
+    if LATENT.has_rope:
         angle = tl.minimum(tl.maximum(position.to(tl.int64), 0), table_rows - 1) * stride_table
         pair = tl.arange(0, 32)
         angles = table_ptr + angle[:, None] + pair[None, :]
@@ -266,17 +258,14 @@ def _kv_cache_append_kernel(
         near,
         last_row,
         num_slots,
-        ROWS,
-        TILE,
-        STEP,
-        THREADS,
+        PROGRAM,
     )
-    if HAS_WEIGHT:
+    if LATENT.has_weight:
         # Asked for before anything waits for a sum, for as many rows as the threads have at a time:
         # each loads what it needs, and nothing goes through shared memory. With codes of four bits
         # threads have other columns than they would load.
-        IS_FP4: tl.constexpr = RECORD == "v41_fp4" or RECORD == "nvfp4_384"
-        AT_A_TIME: tl.constexpr = 1 if IS_FP4 else min(ROWS, THREADS // 16)
+        IS_FP4: tl.constexpr = RECORD.name == "v41_fp4" or RECORD.name == "nvfp4_384"
+        AT_A_TIME: tl.constexpr = 1 if IS_FP4 else min(ROWS, 2 * PROGRAM.num_warps)
         weights = weight_ptr + tl.broadcast_to(column[None, :], (AT_A_TIME, 256))
         weight_a = tl.load(weights)
         weight_b = tl.load(weights + RUN)
@@ -288,22 +277,22 @@ def _kv_cache_append_kernel(
         weight_a, weight_b, weight_tail, weight_end = None, None, None, None
     write = (slot >= 0) & (twin == 0)
     data, scale = record_places(
-        slot, write, page_size, page_inverse, page_shift, stride_page, INLINE, DATA, SCALE
+        slot, write, page_size, page_inverse, page_shift, stride_page, RECORD
     )
-    if HAS_NORM:
+    if LATENT.has_norm:
         EXACT: tl.constexpr = a.dtype != tl.float32
         a, b = widened(a, NATIVE), widened(b, NATIVE)
         mean = sum_of_squares(a, b, ROWS, RUN, EXACT) * 0.001953125
         factor = tl.math.div_rn(1.0, tl.math.sqrt_rn(mean + eps))
-        a = _normed(a, factor, weight_a, RECORD == "rows", NATIVE)
-        b = _normed(b, factor, weight_b, RECORD == "rows", NATIVE)
+        a = _normed(a, factor, weight_a, RECORD.name == "rows", NATIVE)
+        b = _normed(b, factor, weight_b, RECORD.name == "rows", NATIVE)
         if D_QK == 512 and HAS_TAIL:
             # What is rotated is rounded once more.
-            IS_LAST: tl.constexpr = KEEPS_NAN and not HAS_ROPE
+            IS_LAST: tl.constexpr = KEEPS_NAN and not LATENT.has_rope
             tail = _normed(widened(tail, NATIVE), factor, weight_tail, IS_LAST, NATIVE)
             if IN_HALVES:
                 tail_end = _normed(widened(tail_end, NATIVE), factor, weight_end, IS_LAST, NATIVE)
-    if HAS_ROPE:
+    if LATENT.has_rope:
         if IN_HALVES:
             tail, tail_end = rotate_pairs(
                 widened(tail, NATIVE), widened(tail_end, NATIVE), cos, sin, KEEPS_NAN, NATIVE
@@ -312,15 +301,13 @@ def _kv_cache_append_kernel(
             even, odd = tl.split(tl.reshape(widened(tail, NATIVE), (ROWS, 32, 2)))
             even, odd = rotate_pairs(even, odd, cos, sin, KEEPS_NAN, NATIVE)
             tail = tl.reshape(tl.join(even, odd), (ROWS, 64))
-    if RECORD == "rows":
+    if RECORD.name == "rows":
         _store(cache_ptr, data, bits_of(a, NATIVE), write, 256)
         _store(cache_ptr, data + 256, bits_of(b, NATIVE), write, MAIN - 256)
     else:
         _store_dimensions(a, b, cache_ptr, data, scale, write, 0, MAIN, RECORD, NATIVE)
     if HAS_TAIL:
-        _store_tail(
-            tail, cache_ptr, data, scale, write, D_QK - 64, DATA, D_QK, RECORD, KEEPS_TAIL, NATIVE
-        )
+        _store_tail(tail, cache_ptr, data, scale, write, D_QK - 64, RECORD, NATIVE)
         if IN_HALVES:
             _store_tail(
                 tail_end,
@@ -329,10 +316,7 @@ def _kv_cache_append_kernel(
                 scale,
                 write,
                 D_QK - 32,
-                DATA,
-                D_QK,
                 RECORD,
-                KEEPS_TAIL,
                 NATIVE,
             )
 
@@ -383,16 +367,10 @@ def launch_kv_cache_append(
         positions,
         positions.stride(0),
         num_rows,
-        **record_constants(kv_format, d_qk, num_slots),
-        HAS_NORM=norm_eps is not None,
-        HAS_WEIGHT=norm_weight is not None,
-        HAS_ROPE=rope is not None,
-        HALF_PAIRING=rope is not None and rope.pairing == "half",
+        RECORD=record_config(kv_format, d_qk, num_slots),
+        LATENT=latent_config(norm_weight, norm_eps, rope),
+        PROGRAM=config,
         NATIVE=has_fp8_casts(cache.device),
-        ROWS=config.rows,
-        TILE=config.tile,
-        STEP=config.step,
-        THREADS=32 * config.num_warps,
         PDL=overlaps,
         num_warps=config.num_warps,
         **({"maxnreg": config.max_registers} if config.max_registers else {}),

@@ -40,7 +40,7 @@ def _distance(slot, low):
 
 
 @triton.jit
-def _nearest(slot, low, TILE: tl.constexpr, THREADS: tl.constexpr):
+def _find_nearest(slot, low, TILE: tl.constexpr, THREADS: tl.constexpr):
     """The least distance of what each thread has of ``slot`` [TILE], without asking others."""
     MANY: tl.constexpr = TILE // THREADS if TILE > THREADS else 1
     return tl.min(tl.reshape(_distance(slot, low), (MANY, TILE // MANY)), 0)
@@ -55,14 +55,15 @@ def _may_have_twins(
     near,
     last_row,
     num_slots,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    THREADS: tl.constexpr,
+    PROGRAM: tl.constexpr,
 ):
     """Not 0 unless the slots ``own`` of rows ``first``.. differ from each other and earlier ones.
 
     ``near`` is what ``load_rest`` gives: a tile is on its way while the one before it is looked at.
     """
+    ROWS: tl.constexpr = PROGRAM.rows
+    TILE: tl.constexpr = PROGRAM.tile
+    THREADS: tl.constexpr = 32 * PROGRAM.num_warps
     row = tl.arange(0, ROWS)
     # Rows that cross into the next page are two runs of neighbours, those from the first slot on
     # and the rest: no slot is in both. No cache has a slot 2**31 - 1.
@@ -84,23 +85,25 @@ def _may_have_twins(
     for start in range(0, first // TILE):
         at = start * TILE + tl.arange(0, TILE)
         ahead = tl.load(slots_ptr + at.to(tl.int64) * stride_slots).to(tl.int32)
-        nearest = tl.minimum(nearest, _nearest(near, base, TILE, THREADS))
-        next_nearest = tl.minimum(next_nearest, _nearest(near, next_low, TILE, THREADS))
+        nearest = tl.minimum(nearest, _find_nearest(near, base, TILE, THREADS))
+        next_nearest = tl.minimum(next_nearest, _find_nearest(near, next_low, TILE, THREADS))
         near = ahead
-    nearest = tl.minimum(nearest, _nearest(near, base, TILE, THREADS))
-    next_nearest = tl.minimum(next_nearest, _nearest(near, next_low, TILE, THREADS))
+    nearest = tl.minimum(nearest, _find_nearest(near, base, TILE, THREADS))
+    next_nearest = tl.minimum(next_nearest, _find_nearest(near, next_low, TILE, THREADS))
     meets = (nearest <= span) | (next_nearest <= next_span)
     doubtful = tl.max(tl.where((own < 0) | follows, 0, 1))
     return tl.max(meets.to(tl.int32)) | doubtful
 
 
 @triton.jit
-def _twins(slots_ptr, stride_slots, first, last_row, ROWS: tl.constexpr, STEP: tl.constexpr):
+def _find_twins(slots_ptr, stride_slots, first, last_row, PROGRAM: tl.constexpr):
     """A bit for each of rows ``first``.. [ROWS] whose slot a lower row names too.
 
     Slots are compared as they are given: what is outside of the cache has no equal inside, and
     rows without a slot in it write nothing whatever their bit.
     """
+    ROWS: tl.constexpr = PROGRAM.rows
+    STEP: tl.constexpr = PROGRAM.step
     row = tl.arange(0, ROWS)
     at = tl.minimum(first + row, last_row)
     own = tl.load(slots_ptr + at.to(tl.int64) * stride_slots)
@@ -125,19 +128,19 @@ def has_lower_twin(
     near,
     last_row,
     num_slots,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    STEP: tl.constexpr,
-    THREADS: tl.constexpr,
+    PROGRAM: tl.constexpr,
 ):
-    """1 where a lower row names the same slot, else 0, for rows ``first``.. [ROWS], 32 at most."""
-    if TILE == 0:
-        bits = _twins(slots_ptr, stride_slots, first, last_row, ROWS, STEP)
+    """1 where a lower row names the same slot, else 0, for rows ``first``.. [ROWS], 32 at most.
+
+    PROGRAM is an `AppendConfig`.
+    """
+    if PROGRAM.tile == 0:
+        bits = _find_twins(slots_ptr, stride_slots, first, last_row, PROGRAM)
     else:
         bits = first * 0
         doubtful = _may_have_twins(
-            slots_ptr, stride_slots, first, own, near, last_row, num_slots, ROWS, TILE, THREADS
+            slots_ptr, stride_slots, first, own, near, last_row, num_slots, PROGRAM
         )
         if doubtful != 0:
-            bits = _twins(slots_ptr, stride_slots, first, last_row, ROWS, STEP)
-    return (bits >> tl.arange(0, ROWS)) & 1
+            bits = _find_twins(slots_ptr, stride_slots, first, last_row, PROGRAM)
+    return (bits >> tl.arange(0, PROGRAM.rows)) & 1

@@ -14,10 +14,9 @@ from mlacast.kernels.common.numbers import decode_ue8m0
 from mlacast.kernels.common.record_places import (
     flat_records,
     page_division,
-    record_constants,
     record_places,
 )
-from mlacast.kernels.config.caches import RowsConfig, gather_config
+from mlacast.kernels.config.caches import RowsConfig, gather_config, record_config
 
 # Counts that vary while serving must not pick another variant of the kernel, nor must where a list
 # of slots happens to start.
@@ -74,15 +73,13 @@ def _kv_cache_gather_kernel(
     out_ptr,
     num_rows,
     RECORD: tl.constexpr,
-    INLINE: tl.constexpr,
-    DATA: tl.constexpr,
-    SCALE: tl.constexpr,
-    D_QK: tl.constexpr,
+    PROGRAM: tl.constexpr,
     NATIVE: tl.constexpr,
-    ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Read ROWS slots. Grid: (ceil(num_rows / ROWS),)."""
+    """Read as many slots as the program has rows. Grid: (ceil(num_rows / rows),)."""
+    ROWS: tl.constexpr = PROGRAM.rows
+    D_QK: tl.constexpr = RECORD.d_qk
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     exists = row < num_rows
     row = row.to(tl.int64)
@@ -90,40 +87,38 @@ def _kv_cache_gather_kernel(
     slot = tl.load(slots_ptr + row * stride_slots, mask=exists, other=-1).to(tl.int64)
     valid = exists & (slot >= 0) & (slot < num_slots)
     data, scale = record_places(
-        slot, valid, page_size, page_inverse, page_shift, stride_page, INLINE, DATA, SCALE
+        slot, valid, page_size, page_inverse, page_shift, stride_page, RECORD
     )
-    # Formats that keep the last 64 dimensions as they were.
-    KEEPS_TAIL: tl.constexpr = RECORD == "v32" or RECORD == "v4" or RECORD == "nvfp4_384"
-    MAIN: tl.constexpr = D_QK - 64 if KEEPS_TAIL else 512
-    if RECORD == "rows":
+    MAIN: tl.constexpr = D_QK - 64 if RECORD.keeps_tail else 512
+    if RECORD.name == "rows":
         bits = _load(cache_ptr, data, 512, valid, 512)
-    elif RECORD == "v41_fp4" or RECORD == "nvfp4_384":
+    elif RECORD.name == "v41_fp4" or RECORD.name == "nvfp4_384":
         bits = to_bf16_bits(_fp4_values(cache_ptr, data, scale, valid, MAIN, NATIVE), NATIVE)
     else:
         values = from_e4m3(_load(cache_ptr, data, 512, valid, MAIN), NATIVE)
-        if RECORD == "v32":
+        if RECORD.name == "v32":
             words = _words(_load(cache_ptr, data + 512, 16, valid, 16), ROWS, 4, 4)
             values = _scaled(values, words.to(tl.float32, bitcast=True), ROWS, 128)
-        elif RECORD == "v4":
+        elif RECORD.name == "v4":
             scales = decode_ue8m0(_load(cache_ptr, scale, 8, valid, 7).to(tl.int32))
             values = _scaled(values, scales, ROWS, 64)
-        elif RECORD == "v41":
+        elif RECORD.name == "v41":
             scales = decode_ue8m0(_load(cache_ptr, scale, 16, valid, 16).to(tl.int32))
             values = _scaled(values, scales, ROWS, 32)
         else:
-            tl.static_assert(RECORD == "fp8", "unknown record format")
+            tl.static_assert(RECORD.name == "fp8", "unknown record format")
         bits = to_bf16_bits(values, NATIVE)
-    if KEEPS_TAIL:
-        raw = _load(cache_ptr, data + (DATA - 128), 128, valid, 128)
+    if RECORD.keeps_tail:
+        raw = _load(cache_ptr, data + (RECORD.data - 128), 128, valid, 128)
         tail = _words(raw, ROWS, 64, 2).to(tl.int16)
     elif D_QK == 576:
         tail = _load(cache_ptr, data + 512, 64, valid, 64)
-        if RECORD == "fp8":
+        if RECORD.name == "fp8":
             tail = to_bf16_bits(from_e4m3(tail, NATIVE), NATIVE)
     d = tl.arange(0, 512)
     out = out_ptr + row[:, None] * D_QK
     tl.store(out + d[None, :], bits, mask=exists[:, None] & (d < MAIN)[None, :])
-    if KEEPS_TAIL or D_QK == 576:
+    if RECORD.keeps_tail or D_QK == 576:
         t = tl.arange(0, 64)
         tl.store(out + (D_QK - 64 + t)[None, :], tail, mask=exists[:, None] & (t >= 0)[None, :])
 
@@ -161,9 +156,9 @@ def launch_kv_cache_gather(
         slots.stride(0),
         launches.inside(out, out.view(torch.int16)),
         num_rows,
-        **record_constants(kv_format, d_qk, num_slots),
+        RECORD=record_config(kv_format, d_qk, num_slots),
+        PROGRAM=config,
         NATIVE=has_fp8_casts(cache.device),
-        ROWS=config.rows,
         PDL=overlaps,
         num_warps=config.num_warps,
         enable_fp_fusion=False,

@@ -110,10 +110,7 @@ def dense_mla_prefill_kernel(
     softmax_scale,
     SEQUENCES: gl.constexpr,
     CAUSAL: gl.constexpr,
-    KIND: gl.constexpr,
-    GROUP: gl.constexpr,
-    CHUNK32: gl.constexpr,
-    AMAX_FLOOR: gl.constexpr,
+    OUTPUT: gl.constexpr,
 ):
     """Tiles of 128 rows of one head. Grid: (programs,).
 
@@ -174,8 +171,8 @@ def dense_mla_prefill_kernel(
     load = (buffers, barriers, sources, order, counter_ptr)
     gl.warp_specialize(
         [
-            (attend_role, (rows, 0, KIND, GROUP, CHUNK32, AMAX_FLOOR)),
-            (attend_role, (rows, 1, KIND, GROUP, CHUNK32, AMAX_FLOOR)),
+            (attend_role, (rows, 0, OUTPUT)),
+            (attend_role, (rows, 1, OUTPUT)),
             (load_role, (load, SEQUENCES, CAUSAL)),
         ],
         [4, 1],
@@ -223,7 +220,6 @@ def launch_dense_mla_prefill(
         for name, value in target.numbers.items()
         if name not in ("row_start", "padding_rows")
     }
-    constants = target.constants
     sections = choose_sections(batch, k.shape[0], heads, kv_heads)
     # Every sequence, and the rows of none, may have one incomplete tile.
     tiles = (num_rows // TILE_M.value + batch + 1) * heads
@@ -261,14 +257,11 @@ def launch_dense_mla_prefill(
         target.numbers["row_start"],
         target.numbers["padding_rows"],
         out.features // 128,
-        constants["SF_COLUMN_TILES"],
+        target.config.sf_column_tiles,
         softmax_scale,
         SEQUENCES=32 if sections.sequences <= 32 else 128,
         CAUSAL=causal,
-        KIND=constants["KIND"],
-        GROUP=constants["GROUP"],
-        CHUNK32=constants["CHUNK32"],
-        AMAX_FLOOR=constants["AMAX_FLOOR"],
+        OUTPUT=target.token_config,
         **OPTIONS,
     )
     return launches

@@ -97,10 +97,7 @@ def _softmax(s, base, partial_sum, scale, PARTIAL: gl.constexpr):
 def attend_role(
     rows,
     CONSUMER: gl.constexpr,
-    KIND: gl.constexpr,
-    GROUP: gl.constexpr,
-    CHUNK32: gl.constexpr,
-    AMAX_FLOOR: gl.constexpr,
+    OUTPUT: gl.constexpr,
 ):
     """Rows ``64 * CONSUMER``.. of every tile.
 
@@ -190,9 +187,7 @@ def attend_role(
         skipped = -first_row
         local = opaque_rows(ROW)
         gl.store(lse_ptr + row_offset(head, num_rows) + token + local, lse, mask=local >= skipped)
-        store_token_block(
-            o, factor, alive, target, token, skipped, head, KIND, GROUP, CHUNK32, AMAX_FLOOR
-        )
+        store_token_block(o, factor, alive, target, token, skipped, head, OUTPUT)
         tile += 1
         words = words_smem.index(tile & 1)
         mbarrier.wait(q_ready.index(CONSUMER), tile & 1)

@@ -8,7 +8,7 @@ the same tile, whose sums are added at the end. Two load roles can take steps in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -41,8 +41,7 @@ _SIZES = (
 )
 
 
-@dataclass(frozen=True)
-class Variant:
+class Variant(NamedTuple):
     """What the kernel can be built with.
 
     Attributes:
@@ -60,6 +59,22 @@ class Variant:
     split: str
     banks: int = 2
     loaders: int = 1
+
+
+class ProductConfig(NamedTuple):
+    """What is multiplied.
+
+    Attributes:
+        steps: Steps of 128 features that a group has.
+        parts: Parts of a step that have scales of their own.
+        x_bytes: Whether scales of tokens are bytes, four to a word; else float32.
+        weight_bytes: Whether those of weights are.
+    """
+
+    steps: int
+    parts: int
+    x_bytes: bool
+    weight_bytes: bool
 
 
 # From the tile that reads its operands least often to the one that fills the device first.
@@ -95,6 +110,13 @@ def choose_variant(
     return _TWO_LOADERS if per_32 else _VARIANTS[-1]
 
 
+def product_config(features: int, sf: torch.dtype, weight_sf: torch.dtype) -> ProductConfig:
+    """Describe the product over so many features, with scales of these types."""
+    x_bytes, weight_bytes = sf == torch.int32, weight_sf == torch.int32
+    parts = 4 if x_bytes or weight_bytes else 1
+    return ProductConfig(features // 128, parts, x_bytes, weight_bytes)
+
+
 @gluon.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=("sf_ptr", "weight_sf_ptr"))
 def project_kernel(
     x_desc,
@@ -115,27 +137,23 @@ def project_kernel(
     num_tokens,
     num_columns,
     num_groups,
-    STEPS: gl.constexpr,
-    PARTS: gl.constexpr,
-    X_BYTES: gl.constexpr,
-    WEIGHT_BYTES: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    SPLIT: gl.constexpr,
-    BANKS: gl.constexpr,
-    LOADERS: gl.constexpr,
+    TILES: gl.constexpr,
+    PRODUCT: gl.constexpr,
 ):
-    """Tiles of BLOCK_M tokens by BLOCK_N columns of one group. Grid: (programs,).
+    """Tiles of tokens by columns of one group. Grid: (programs,).
 
-    A step is 128 features, of which PARTS parts have scales of their own. Barriers: ``ready`` load
+    TILES is a `Variant`, PRODUCT a `ProductConfig`. Barriers: ``ready`` load
     -> multiply, ``free`` multiply -> load, ``summed`` consumer 1 -> 0 with steps split, ``taken``
     back.
     """
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    BY_STEPS: gl.constexpr = SPLIT == "steps"
+    BLOCK_M: gl.constexpr = TILES.block_m
+    BLOCK_N: gl.constexpr = TILES.block_n
+    STAGES: gl.constexpr = TILES.stages
+    PARTS: gl.constexpr = PRODUCT.parts
+    BY_STEPS: gl.constexpr = TILES.split == "steps"
     x_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_M, 128], TILE)
     w_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, 128], TILE)
     x_scales = gl.allocate_shared_memory(gl.float32, [STAGES, PARTS * BLOCK_M], PLAIN)
@@ -148,7 +166,9 @@ def project_kernel(
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     summed = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     for i in gl.static_range(STAGES):
+        # Once where the copies are announced, once where the scales are stored.
         mbarrier.init(ready.index(i), count=2)
+        # Split by steps, one consumer reads a stage, else both.
         mbarrier.init(free.index(i), count=1 if BY_STEPS else 2)
     for i in gl.static_range(2):
         mbarrier.init(summed.index(i), count=1)
@@ -169,33 +189,12 @@ def project_kernel(
         ),
     )
     target = (out_ptr, stride_out_token, stride_out_group)
-    if LOADERS == 1:
+    if TILES.loaders == 1:
         gl.warp_specialize(
             [
-                (
-                    multiply_role,
-                    (buffers, barriers, target, shape, 0, STEPS, PARTS, STAGES, SPLIT, BANKS),
-                ),
-                (
-                    multiply_role,
-                    (buffers, barriers, target, shape, 1, STEPS, PARTS, STAGES, SPLIT, BANKS),
-                ),
-                (
-                    load_role,
-                    (
-                        buffers,
-                        barriers,
-                        sources,
-                        shape,
-                        0,
-                        LOADERS,
-                        STEPS,
-                        PARTS,
-                        STAGES,
-                        X_BYTES,
-                        WEIGHT_BYTES,
-                    ),
-                ),
+                (multiply_role, (buffers, barriers, target, shape, 0, TILES, PRODUCT)),
+                (multiply_role, (buffers, barriers, target, shape, 1, TILES, PRODUCT)),
+                (load_role, (buffers, barriers, sources, shape, 0, TILES, PRODUCT)),
             ],
             [4, 4],
             [232, 40],
@@ -203,46 +202,10 @@ def project_kernel(
     else:
         gl.warp_specialize(
             [
-                (
-                    multiply_role,
-                    (buffers, barriers, target, shape, 0, STEPS, PARTS, STAGES, SPLIT, BANKS),
-                ),
-                (
-                    multiply_role,
-                    (buffers, barriers, target, shape, 1, STEPS, PARTS, STAGES, SPLIT, BANKS),
-                ),
-                (
-                    load_role,
-                    (
-                        buffers,
-                        barriers,
-                        sources,
-                        shape,
-                        0,
-                        LOADERS,
-                        STEPS,
-                        PARTS,
-                        STAGES,
-                        X_BYTES,
-                        WEIGHT_BYTES,
-                    ),
-                ),
-                (
-                    load_role,
-                    (
-                        buffers,
-                        barriers,
-                        sources,
-                        shape,
-                        1,
-                        LOADERS,
-                        STEPS,
-                        PARTS,
-                        STAGES,
-                        X_BYTES,
-                        WEIGHT_BYTES,
-                    ),
-                ),
+                (multiply_role, (buffers, barriers, target, shape, 0, TILES, PRODUCT)),
+                (multiply_role, (buffers, barriers, target, shape, 1, TILES, PRODUCT)),
+                (load_role, (buffers, barriers, sources, shape, 0, TILES, PRODUCT)),
+                (load_role, (buffers, barriers, sources, shape, 1, TILES, PRODUCT)),
             ],
             [4, 4, 4],
             [216, 40, 40],
@@ -279,9 +242,9 @@ def _launch(
     into = launches.inside(*projected)
     # Its columns are those of the weights.
     rows = launches.inside(weight[0], weight[1].transpose(0, 1))
-    x_bytes, weight_bytes = sf.dtype == torch.int32, scales.dtype == torch.int32
+    product = product_config(features, sf.dtype, scales.dtype)
     if variant is None:
-        per_32 = x_bytes or weight_bytes
+        per_32 = product.parts > 1
         variant = choose_variant(tokens, columns, groups, multiprocessors, per_32)
     tiles = count_tiles(variant, tokens, columns, groups)
     launches.launch(
@@ -305,16 +268,8 @@ def _launch(
         tokens,
         columns,
         groups,
-        STEPS=features // 128,
-        PARTS=4 if x_bytes or weight_bytes else 1,
-        X_BYTES=x_bytes,
-        WEIGHT_BYTES=weight_bytes,
-        BLOCK_M=variant.block_m,
-        BLOCK_N=variant.block_n,
-        STAGES=variant.stages,
-        SPLIT=variant.split,
-        BANKS=variant.banks,
-        LOADERS=variant.loaders,
+        TILES=variant,
+        PRODUCT=product,
         num_warps=4,
         maxnreg=MAX_REGISTERS[variant.loaders],
     )

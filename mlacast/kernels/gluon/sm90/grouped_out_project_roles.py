@@ -13,7 +13,7 @@ _ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.jit
-def _tile_place(tile, shape, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+def _find_tile(tile, shape, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """Group, first token and first column of a tile: neighbours share tokens, then weights."""
     num_tokens, num_columns, _ = shape
     across = (num_columns + BLOCK_N - 1) // BLOCK_N
@@ -24,7 +24,8 @@ def _tile_place(tile, shape, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _num_tiles(shape, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+def _count_tiles(shape, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Tiles of all groups."""
     num_tokens, num_columns, num_groups = shape
     across = (num_columns + BLOCK_N - 1) // BLOCK_N
     return (num_tokens + BLOCK_M - 1) // BLOCK_M * across * num_groups
@@ -56,10 +57,8 @@ def _load_step(
     buffers,
     barriers,
     sources,
-    PARTS: gl.constexpr,
     STAGES: gl.constexpr,
-    X_BYTES: gl.constexpr,
-    WEIGHT_BYTES: gl.constexpr,
+    PRODUCT: gl.constexpr,
 ):
     """Fill the stage of a step, the ``count``-th, once it is free."""
     x_smem, w_smem, x_scales, w_scales, _ = buffers
@@ -76,14 +75,14 @@ def _load_step(
     tma.async_copy_global_to_shared(
         x_desc, [first_token, x_column + step * 128], ready.index(stage), x_smem.index(stage)
     )
-    _put_scales(x_scales.index(stage), x_words, PARTS, X_BYTES)
-    _put_scales(w_scales.index(stage), w_words, PARTS, WEIGHT_BYTES)
+    _put_scales(x_scales.index(stage), x_words, PRODUCT.parts, PRODUCT.x_bytes)
+    _put_scales(w_scales.index(stage), w_words, PRODUCT.parts, PRODUCT.weight_bytes)
     gl.thread_barrier()
     mbarrier.arrive(ready.index(stage), count=1)
 
 
 @gluon.jit
-def _words_of(pointers, stride, step, STEPS: gl.constexpr):
+def _load_words(pointers, stride, step, STEPS: gl.constexpr):
     """Scales of a step, or of the last one."""
     return gl.load(pointers + gl.minimum(step, STEPS - 1).to(gl.int64) * stride)
 
@@ -95,16 +94,12 @@ def load_role(
     sources,
     shape,
     LOADER: gl.constexpr,
-    LOADERS: gl.constexpr,
-    STEPS: gl.constexpr,
-    PARTS: gl.constexpr,
-    STAGES: gl.constexpr,
-    X_BYTES: gl.constexpr,
-    WEIGHT_BYTES: gl.constexpr,
+    TILES: gl.constexpr,
+    PRODUCT: gl.constexpr,
 ):
     """Keep the ring full: codes of a step by the copy engine, their scales by way of registers.
 
-    Takes the steps ``LOADER``, ``LOADER + LOADERS``.. of every tile. Produces ``ready``, consumes
+    Takes the steps ``LOADER``, ``LOADER + loaders``.. of every tile. Produces ``ready``, consumes
     ``free``. Scales are loaded four such steps ahead into registers of their own: moving them on
     would wait for them.
     """
@@ -115,27 +110,29 @@ def load_role(
     num_tokens, num_columns, _ = shape
     BLOCK_M: gl.constexpr = x_smem.shape[1]
     BLOCK_N: gl.constexpr = w_smem.shape[1]
+    LOADERS: gl.constexpr = TILES.loaders
+    STEPS: gl.constexpr = PRODUCT.steps
     ROUND: gl.constexpr = 4 * LOADERS
     count = 0
-    for tile in range(gl.program_id(0), _num_tiles(shape, BLOCK_M, BLOCK_N), gl.num_programs(0)):
-        group, first_token, first_column = _tile_place(tile, shape, BLOCK_M, BLOCK_N)
+    for tile in range(gl.program_id(0), _count_tiles(shape, BLOCK_M, BLOCK_N), gl.num_programs(0)):
+        group, first_token, first_column = _find_tile(tile, shape, BLOCK_M, BLOCK_N)
         wide_group = group.to(gl.int64)
         token = gl.minimum(first_token + gl.arange(0, BLOCK_M, _ONE), num_tokens - 1)
         column = gl.minimum(first_column + gl.arange(0, BLOCK_N, _ONE), num_columns - 1)
-        if not WEIGHT_BYTES:
+        if not PRODUCT.weight_bytes:
             column = column // 128
         x_sf = sf_ptr + wide_group * stride_sf_group + token.to(gl.int64) * stride_sf_token
         w_sf = weight_sf_ptr + wide_group * stride_weight_sf_group
         w_sf += column.to(gl.int64) * stride_weight_sf_column
         first = group * 0 + LOADER
-        x0 = _words_of(x_sf, x_step, first, STEPS)
-        w0 = _words_of(w_sf, w_step, first, STEPS)
-        x1 = _words_of(x_sf, x_step, first + LOADERS, STEPS)
-        w1 = _words_of(w_sf, w_step, first + LOADERS, STEPS)
-        x2 = _words_of(x_sf, x_step, first + 2 * LOADERS, STEPS)
-        w2 = _words_of(w_sf, w_step, first + 2 * LOADERS, STEPS)
-        x3 = _words_of(x_sf, x_step, first + 3 * LOADERS, STEPS)
-        w3 = _words_of(w_sf, w_step, first + 3 * LOADERS, STEPS)
+        x0 = _load_words(x_sf, x_step, first, STEPS)
+        w0 = _load_words(w_sf, w_step, first, STEPS)
+        x1 = _load_words(x_sf, x_step, first + LOADERS, STEPS)
+        w1 = _load_words(w_sf, w_step, first + LOADERS, STEPS)
+        x2 = _load_words(x_sf, x_step, first + 2 * LOADERS, STEPS)
+        w2 = _load_words(w_sf, w_step, first + 2 * LOADERS, STEPS)
+        x3 = _load_words(x_sf, x_step, first + 3 * LOADERS, STEPS)
+        w3 = _load_words(w_sf, w_step, first + 3 * LOADERS, STEPS)
         place = (first_token, group * stride_x_group, first_column, group * stride_weight_group)
         for step in range(LOADER, STEPS, ROUND):
             _load_step(
@@ -147,13 +144,11 @@ def load_role(
                 buffers,
                 barriers,
                 sources,
-                PARTS,
-                STAGES,
-                X_BYTES,
-                WEIGHT_BYTES,
+                TILES.stages,
+                PRODUCT,
             )
-            x0 = _words_of(x_sf, x_step, step + ROUND, STEPS)
-            w0 = _words_of(w_sf, w_step, step + ROUND, STEPS)
+            x0 = _load_words(x_sf, x_step, step + ROUND, STEPS)
+            w0 = _load_words(w_sf, w_step, step + ROUND, STEPS)
             if STEPS % ROUND == 0 or step + LOADERS < STEPS:
                 _load_step(
                     step + LOADERS,
@@ -164,13 +159,11 @@ def load_role(
                     buffers,
                     barriers,
                     sources,
-                    PARTS,
-                    STAGES,
-                    X_BYTES,
-                    WEIGHT_BYTES,
+                    TILES.stages,
+                    PRODUCT,
                 )
-            x1 = _words_of(x_sf, x_step, step + ROUND + LOADERS, STEPS)
-            w1 = _words_of(w_sf, w_step, step + ROUND + LOADERS, STEPS)
+            x1 = _load_words(x_sf, x_step, step + ROUND + LOADERS, STEPS)
+            w1 = _load_words(w_sf, w_step, step + ROUND + LOADERS, STEPS)
             if STEPS % ROUND == 0 or step + 2 * LOADERS < STEPS:
                 _load_step(
                     step + 2 * LOADERS,
@@ -181,13 +174,11 @@ def load_role(
                     buffers,
                     barriers,
                     sources,
-                    PARTS,
-                    STAGES,
-                    X_BYTES,
-                    WEIGHT_BYTES,
+                    TILES.stages,
+                    PRODUCT,
                 )
-            x2 = _words_of(x_sf, x_step, step + ROUND + 2 * LOADERS, STEPS)
-            w2 = _words_of(w_sf, w_step, step + ROUND + 2 * LOADERS, STEPS)
+            x2 = _load_words(x_sf, x_step, step + ROUND + 2 * LOADERS, STEPS)
+            w2 = _load_words(w_sf, w_step, step + ROUND + 2 * LOADERS, STEPS)
             if STEPS % ROUND == 0 or step + 3 * LOADERS < STEPS:
                 _load_step(
                     step + 3 * LOADERS,
@@ -198,18 +189,16 @@ def load_role(
                     buffers,
                     barriers,
                     sources,
-                    PARTS,
-                    STAGES,
-                    X_BYTES,
-                    WEIGHT_BYTES,
+                    TILES.stages,
+                    PRODUCT,
                 )
-            x3 = _words_of(x_sf, x_step, step + ROUND + 3 * LOADERS, STEPS)
-            w3 = _words_of(w_sf, w_step, step + ROUND + 3 * LOADERS, STEPS)
+            x3 = _load_words(x_sf, x_step, step + ROUND + 3 * LOADERS, STEPS)
+            w3 = _load_words(w_sf, w_step, step + ROUND + 3 * LOADERS, STEPS)
         count += STEPS
 
 
 @gluon.jit
-def _product(x, w, into, part, PARTS: gl.constexpr):
+def _start_product(x, w, into, part, PARTS: gl.constexpr):
     """Start the product of a part of a step's features."""
     WIDTH: gl.constexpr = 128 // PARTS
     left = x.slice(part * WIDTH, WIDTH, dim=1) if PARTS > 1 else x
@@ -233,11 +222,8 @@ def multiply_role(
     target,
     shape,
     CONSUMER: gl.constexpr,
-    STEPS: gl.constexpr,
-    PARTS: gl.constexpr,
-    STAGES: gl.constexpr,
-    SPLIT: gl.constexpr,
-    BANKS: gl.constexpr,
+    TILES: gl.constexpr,
+    PRODUCT: gl.constexpr,
 ):
     """Multiply a consumer's rows, columns or steps of every tile, and store what it sums.
 
@@ -249,18 +235,22 @@ def multiply_role(
     num_tokens, num_columns, _ = shape
     BLOCK_M: gl.constexpr = x_smem.shape[1]
     BLOCK_N: gl.constexpr = w_smem.shape[1]
-    ROWS: gl.constexpr = BLOCK_M // 2 if SPLIT == "rows" else BLOCK_M
-    COLUMNS: gl.constexpr = BLOCK_N // 2 if SPLIT == "columns" else BLOCK_N
-    FIRST_ROW: gl.constexpr = CONSUMER * ROWS if SPLIT == "rows" else 0
-    FIRST_COLUMN: gl.constexpr = CONSUMER * COLUMNS if SPLIT == "columns" else 0
-    BY_STEPS: gl.constexpr = SPLIT == "steps"
+    STEPS: gl.constexpr = PRODUCT.steps
+    PARTS: gl.constexpr = PRODUCT.parts
+    STAGES: gl.constexpr = TILES.stages
+    BANKS: gl.constexpr = TILES.banks
+    ROWS: gl.constexpr = BLOCK_M // 2 if TILES.split == "rows" else BLOCK_M
+    COLUMNS: gl.constexpr = BLOCK_N // 2 if TILES.split == "columns" else BLOCK_N
+    FIRST_ROW: gl.constexpr = CONSUMER * ROWS if TILES.split == "rows" else 0
+    FIRST_COLUMN: gl.constexpr = CONSUMER * COLUMNS if TILES.split == "columns" else 0
+    BY_STEPS: gl.constexpr = TILES.split == "steps"
     EVERY: gl.constexpr = 2 if BY_STEPS else 1
     FIRST_STEP: gl.constexpr = CONSUMER if BY_STEPS else 0
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     count = 0
     even = gl.zeros((ROWS, COLUMNS), gl.float32, MMA)
     odd = gl.zeros((ROWS, COLUMNS), gl.float32, MMA)
-    for tile in range(gl.program_id(0), _num_tiles(shape, BLOCK_M, BLOCK_N), gl.num_programs(0)):
+    for tile in range(gl.program_id(0), _count_tiles(shape, BLOCK_M, BLOCK_N), gl.num_programs(0)):
         turn = tile // gl.num_programs(0)
         acc = gl.zeros((ROWS, COLUMNS), gl.float32, MMA)
         for step in range(FIRST_STEP, STEPS, EVERY):
@@ -269,21 +259,21 @@ def multiply_role(
             mbarrier.wait(ready.index(stage), (at // STAGES) & 1)
             x = x_smem.index(stage).slice(FIRST_ROW, ROWS, dim=0)
             w = w_smem.index(stage).slice(FIRST_COLUMN, COLUMNS, dim=0)
-            even = _product(x, w, even, 0, PARTS)
+            even = _start_product(x, w, even, 0, PARTS)
             for part in gl.static_range(PARTS):
                 if part % 2 == 0:
                     if part + 1 < PARTS and BANKS == 2:
-                        odd = _product(x, w, odd, part + 1, PARTS)
+                        odd = _start_product(x, w, odd, part + 1, PARTS)
                         even = warpgroup_mma_wait(1, deps=[even])
                     else:
                         even = warpgroup_mma_wait(0, deps=[even])
                     current = even
                 else:
                     if BANKS == 1:
-                        odd = _product(x, w, odd, part, PARTS)
+                        odd = _start_product(x, w, odd, part, PARTS)
                         odd = warpgroup_mma_wait(0, deps=[odd])
                     elif part + 1 < PARTS:
-                        even = _product(x, w, even, part + 1, PARTS)
+                        even = _start_product(x, w, even, part + 1, PARTS)
                         odd = warpgroup_mma_wait(1, deps=[odd])
                     else:
                         odd = warpgroup_mma_wait(0, deps=[odd])
@@ -296,10 +286,10 @@ def multiply_role(
                     MMA,
                 )
                 if part % 2 == 1 and part + 1 < PARTS and BANKS == 1:
-                    even = _product(x, w, even, part + 1, PARTS)
+                    even = _start_product(x, w, even, part + 1, PARTS)
             mbarrier.arrive(free.index(stage), count=1)
         count += STEPS
-        group, first_token, first_column = _tile_place(tile, shape, BLOCK_M, BLOCK_N)
+        group, first_token, first_column = _find_tile(tile, shape, BLOCK_M, BLOCK_N)
         if BY_STEPS:
             if CONSUMER == 1:
                 mbarrier.wait(summed.index(1), (turn & 1) ^ 1)

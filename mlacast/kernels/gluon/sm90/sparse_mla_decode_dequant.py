@@ -346,9 +346,11 @@ def dequant_role(
                 stage = (blocks + unit) & 3
                 ahead = (stage + 3) & 3
                 if unit == 2:
+                    # Two units of 128 dimensions are a piece: its scores need not wait for more.
                     mbarrier.arrive(k_ready.index(slot), count=129)
                     slot, phase = next_piece(slot, phase, NUM_PIECES)
                     mbarrier.wait(k_free.index(slot), phase)
+                # Of three units on their way this one was asked for first; two may be missing.
                 async_copy.wait_group(2)
                 if unit == 0:
                     scales = _read_scales(scale_stage, stages, is_extra, MIXED, FORMAT)

@@ -131,12 +131,14 @@ def sparse_mla_decode_fp8_kernel(
     factor_ready = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     factor_free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     for i in gl.static_range(2):
+        # Each of 128 threads as its copies land, and one more when all are asked for.
         mbarrier.init(codes_ready.index(i), count=129)
         mbarrier.init(codes_free.index(i), count=1)
     for i in gl.static_range(NUM_PIECES):
         mbarrier.init(k_ready.index(i), count=1)
         mbarrier.init(k_free.index(i), count=1)
     mbarrier.init(p_ready, count=1)
+    # Both output roles read all of P, and the factors.
     mbarrier.init(p_free, count=2)
     mbarrier.init(factor_ready, count=1)
     mbarrier.init(factor_free, count=2)

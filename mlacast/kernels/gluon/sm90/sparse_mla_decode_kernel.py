@@ -168,6 +168,8 @@ def sparse_mla_decode_kernel(
     scale_stage = gl.allocate_shared_memory(gl.int32, [BLOCK_N, 4], SCALE_STAGE)
     tail_smem = k_even
     if has_tail(FORMAT):
+        # As many blocks as the four pieces of this ring are: where a block's first piece is free,
+        # the scores of the block before the last are done, and so is its tail.
         tail_smem = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_N, 64], TILE)
     q_64_smem = gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK_H, 64], TILE)
     q_128_smem = gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK_H, 128], TILE)
@@ -176,6 +178,8 @@ def sparse_mla_decode_kernel(
         q_tail_smem = gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK_H, 64], TILE)
     p_smem = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, BLOCK_N], TILE)
     alpha_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_H], ROW)
+    # A ring of five pieces holds parts of three blocks; four masks, and a block's place is two bits
+    # of its number.
     mask_smem = gl.allocate_shared_memory(gl.int8, [4, BLOCK_N], ROW)
     factor_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_H], ROW)
     k_ready = gl.allocate_shared_memory(gl.int64, [NUM_PIECES, 1], BARRIER)
@@ -186,10 +190,13 @@ def sparse_mla_decode_kernel(
     factor_ready = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     factor_free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     for i in gl.static_range(NUM_PIECES):
+        # Of a query each of 128 threads arrives as its copies land, and one more when all are asked
+        # for; keys, which are stored, arrive as often at once.
         mbarrier.init(k_ready.index(i), count=129)
         mbarrier.init(k_free.index(i), count=1)
     mbarrier.init(p_ready, count=1)
     mbarrier.init(p_go, count=1)
+    # Both output roles read all of P, and the factors.
     mbarrier.init(p_free, count=2)
     mbarrier.init(factor_ready, count=1)
     mbarrier.init(factor_free, count=2)

@@ -223,9 +223,5 @@ def output_role(
                     HALF * 256 + first,
                     WORK.full_tiles,
                     MASKED,
-                    OUTPUT.kind,
-                    OUTPUT.group,
-                    OUTPUT.features,
-                    OUTPUT.chunk32,
-                    OUTPUT.amax_floor,
+                    OUTPUT,
                 )

@@ -98,11 +98,14 @@ def sparse_mla_prefill_kernel(
     p_go = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     p_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     for i in gl.static_range(NUM_SLOTS):
+        # Each of 128 threads as its copies land, and one more when all are asked for.
         mbarrier.init(k_ready.index(i), count=129)
+        # Both halves of the output read a slot; the score role, alone with a query, arrives twice.
         mbarrier.init(k_free.index(i), count=2)
     for i in gl.static_range(2):
         mbarrier.init(p_ready.index(i), count=1)
         mbarrier.init(p_go.index(i), count=1)
+        # Both halves read all of P.
         mbarrier.init(p_free.index(i), count=2)
     num_tiles = num_tokens * WORK.head_blocks
     # Until here the kernel before this one may run: kernels/common/dependents.py.

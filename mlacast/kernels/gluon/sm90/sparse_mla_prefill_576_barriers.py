@@ -25,7 +25,10 @@ NUM_BARRIERS = gl.constexpr(15)
 
 @gluon.jit
 def init_barriers(barriers):
-    """Set the arrivals that complete each barrier; 129 are the gather role's copies and one."""
+    """Set the arrivals that complete each barrier.
+
+    129 are the gather role's copies and one, 2 both halves of the output.
+    """
     for i in gl.static_range(NUM_SLOTS):
         mbarrier.init(barriers.index(K_READY + i), count=129)
         mbarrier.init(barriers.index(K_FREE + i), count=2)

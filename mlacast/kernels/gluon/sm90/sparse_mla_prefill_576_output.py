@@ -121,10 +121,6 @@ def output_role(
                 WORK.full_tiles,
                 # A closed sink gives zeros whatever the accumulator holds.
                 END.has_sink,
-                OUTPUT.kind,
-                OUTPUT.group,
-                OUTPUT.features,
-                OUTPUT.chunk32,
-                OUTPUT.amax_floor,
+                OUTPUT,
             )
         slot = next_slot(slot)

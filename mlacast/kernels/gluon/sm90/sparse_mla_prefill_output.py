@@ -192,10 +192,6 @@ def output_role(
                 HALF * 256 + first,
                 WORK.full_tiles,
                 True,
-                OUTPUT.kind,
-                OUTPUT.group,
-                OUTPUT.features,
-                OUTPUT.chunk32,
-                OUTPUT.amax_floor,
+                OUTPUT,
             )
         slot = next_slot(slot)

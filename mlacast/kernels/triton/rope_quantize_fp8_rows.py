@@ -1,0 +1,290 @@
+"""Rows of ``rope_quantize_fp8``: where they are and go, and how they become codes.
+
+Compile-time values are those of ``mlacast.kernels.config.caches``: PAIRS a `PairsConfig`, CODES a
+`CodesConfig`, PROGRAM a `RopeConfig`, and QUERY, KEY, VALUE and SIDE a `HeadsConfig` each.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from mlacast.kernels.common.dependents import after_previous_kernel
+from mlacast.kernels.common.fp8_casts import as_float32, to_fp8
+
+
+class Rows(NamedTuple):
+    """One row for each token and head, of queries, keys or values.
+
+    Attributes:
+        ptr: The first element.
+        stride_token: Between tokens.
+        stride_head: Between heads of a token.
+    """
+
+    ptr: Any
+    stride_token: Any
+    stride_head: Any
+
+
+class Places(NamedTuple):
+    """Where codes of keys or values go; without pages, tokens stand as in the input.
+
+    Attributes:
+        ptr: The first code.
+        stride_page: Between pages.
+        stride_token: Between tokens of a page, or of the output.
+        stride_head: Between heads of a token.
+    """
+
+    ptr: Any
+    stride_page: Any
+    stride_token: Any
+    stride_head: Any
+
+
+class Angles(NamedTuple):
+    """Cosines and sines, and which row of them each token takes.
+
+    Attributes:
+        table_ptr: The table, cosines before sines.
+        stride_table: Between its rows.
+        table_rows: How many it has; positions outside take the first or the last.
+        positions_ptr: A position for each token.
+        stride_positions: Between positions.
+    """
+
+    table_ptr: Any
+    stride_table: Any
+    table_rows: Any
+    positions_ptr: Any
+    stride_positions: Any
+
+
+class PageTable(NamedTuple):
+    """Pages of requests, and the request and place of each token.
+
+    Attributes:
+        entries_ptr: Pages of all requests, one after the other.
+        starts_ptr: Where those of each request start.
+        requests_ptr: Request of each token.
+        places_ptr: Place of each token in its request.
+        page_size: Tokens of a page.
+        num_requests: Requests that there are.
+        num_entries: Entries that there are.
+        num_pages: Pages that there are.
+    """
+
+    entries_ptr: Any
+    starts_ptr: Any
+    requests_ptr: Any
+    places_ptr: Any
+    page_size: Any
+    num_requests: Any
+    num_entries: Any
+    num_pages: Any
+
+
+@triton.jit
+def split_row(block, HEADS: tl.constexpr, num_tokens, ROWS: tl.constexpr):
+    """Rows ``block * ROWS``.. of [num_tokens, HEADS]: token, head, exists. Divides no int64.
+
+    Products with a stride multiply int64 of these: one multiplication of 32 bits by 32.
+    """
+    within = (block % HEADS) * ROWS + tl.arange(0, ROWS)
+    token = (block // HEADS) * ROWS + within // HEADS
+    exists = token < num_tokens
+    return token.to(tl.int64), (within % HEADS).to(tl.int64), exists
+
+
+@triton.jit
+def find_places(token, exists, table):
+    """Where each token goes, (page, offset, is_inside); nothing outside the tables is read."""
+    request = tl.load(table.requests_ptr + token, mask=exists, other=-1).to(tl.int64)
+    known = exists & (request >= 0) & (request < table.num_requests)
+    place = tl.load(table.places_ptr + token, mask=known, other=-1).to(tl.int64)
+    start = tl.load(table.starts_ptr + request, mask=known, other=0).to(tl.int64)
+    inside = known & (place >= 0) & (start >= 0)
+    place = tl.where(inside, place, 0)
+    entry = start + place // table.page_size
+    inside = inside & (entry < table.num_entries)
+    page = tl.load(table.entries_ptr + entry, mask=inside, other=-1).to(tl.int64)
+    return page, place % table.page_size, inside & (page >= 0) & (page < table.num_pages)
+
+
+@triton.jit
+def _load_rows(x_ptr, row, exists, N: tl.constexpr, BLOCK_N: tl.constexpr):
+    """N columns of each row, [ROWS, BLOCK_N], as float32."""
+    column = tl.arange(0, BLOCK_N)
+    mask = exists[:, None] & (column < N)[None, :]
+    return as_float32(tl.load(x_ptr + row[:, None] + column[None, :], mask=mask))
+
+
+@triton.jit
+def _store_rows(x, out_ptr, row, exists, scale, SIDE: tl.constexpr, CODES: tl.constexpr):
+    """Scale, cast and store the columns of each row that are not rotated, ``x`` [ROWS, block]."""
+    column = tl.arange(0, SIDE.block)
+    mask = exists[:, None] & (column < SIDE.columns)[None, :]
+    codes = to_fp8(x * scale, CODES.is_e5m2, CODES.native)
+    tl.store(out_ptr + row[:, None] + column[None, :], codes, mask=mask)
+
+
+@triton.jit
+def _load_pairs(x_ptr, row, exists, PAIRS: tl.constexpr):
+    """The two of each pair of columns, float32 [ROWS, block] each."""
+    ROWS: tl.constexpr = row.shape[0]
+    R: tl.constexpr = PAIRS.columns
+    pair = tl.arange(0, PAIRS.block)
+    if PAIRS.half_pairing:
+        mask = exists[:, None] & (pair < R // 2)[None, :]
+        source = x_ptr + row[:, None] + pair[None, :]
+        first = as_float32(tl.load(source, mask=mask))
+        second = as_float32(tl.load(source + R // 2, mask=mask))
+    else:
+        x = _load_rows(x_ptr, row, exists, R, 2 * PAIRS.block)
+        first, second = tl.split(tl.reshape(x, (ROWS, PAIRS.block, 2)))
+    return first, second
+
+
+@triton.jit
+def _load_angles(table_ptr, row, exists, PAIRS: tl.constexpr):
+    """Cosines and sines of rows of the table, float32 [ROWS, block] each."""
+    R: tl.constexpr = PAIRS.columns
+    pair = tl.arange(0, PAIRS.block)
+    mask = exists[:, None] & (pair < R // 2)[None, :]
+    angle = table_ptr + row[:, None] + pair[None, :]
+    return as_float32(tl.load(angle, mask=mask)), as_float32(tl.load(angle + R // 2, mask=mask))
+
+
+@triton.jit
+def _store_rotated(
+    first,
+    second,
+    cos,
+    sin,
+    out_ptr,
+    row,
+    exists,
+    scale,
+    PAIRS: tl.constexpr,
+    CODES: tl.constexpr,
+):
+    """Rotate, scale and cast the columns of each row that are pairs, [ROWS, block] each."""
+    ROWS: tl.constexpr = first.shape[0]
+    BLOCK_PAIRS: tl.constexpr = first.shape[1]
+    R: tl.constexpr = PAIRS.columns
+    first_code = to_fp8((first * cos - second * sin) * scale, CODES.is_e5m2, CODES.native)
+    second_code = to_fp8((second * cos + first * sin) * scale, CODES.is_e5m2, CODES.native)
+    if PAIRS.half_pairing:
+        pair = tl.arange(0, BLOCK_PAIRS)
+        mask = exists[:, None] & (pair < R // 2)[None, :]
+        target = out_ptr + row[:, None] + pair[None, :]
+        tl.store(target, first_code, mask=mask)
+        tl.store(target + R // 2, second_code, mask=mask)
+    else:
+        column = tl.arange(0, 2 * BLOCK_PAIRS)
+        codes = tl.reshape(tl.join(first_code, second_code), (ROWS, 2 * BLOCK_PAIRS))
+        target = out_ptr + row[:, None] + column[None, :]
+        tl.store(target, codes, mask=exists[:, None] & (column < R)[None, :])
+
+
+@triton.jit
+def quantize_queries(
+    block,
+    rope,
+    nope,
+    rope_out,
+    nope_out,
+    angles,
+    requests_ptr,
+    num_tokens,
+    scale,
+    PAIRS: tl.constexpr,
+    QUERY: tl.constexpr,
+    CODES: tl.constexpr,
+    PROGRAM: tl.constexpr,
+    PAGED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Quantise the rows of a block of the queries, all of them `Rows`; ``angles`` is `Angles`."""
+    token, head, exists = split_row(block, QUERY.heads, num_tokens, PROGRAM.rows)
+    plain_row = token * nope.stride_token + head * nope.stride_head
+    row = token * rope.stride_token + head * rope.stride_head
+    after_previous_kernel(PDL)
+    if PAGED:
+        exists = exists & (tl.load(requests_ptr + token, mask=exists, other=-1) >= 0)
+    position = tl.load(angles.positions_ptr + token * angles.stride_positions, mask=exists, other=0)
+    if QUERY.columns > 0:
+        plain = _load_rows(nope.ptr, plain_row, exists, QUERY.columns, QUERY.block)
+    first, second = _load_pairs(rope.ptr, row, exists, PAIRS)
+    # Where the angles are depends on a load, the position. The columns leave before they come; when
+    # pinned the compiler does not ask for columns behind them.
+    if PROGRAM.pinned:
+        tl.debug_barrier()
+    at = tl.minimum(tl.maximum(position.to(tl.int64), 0), angles.table_rows - 1)
+    cos, sin = _load_angles(angles.table_ptr, at * angles.stride_table, exists, PAIRS)
+    if QUERY.columns > 0:
+        row = token * nope_out.stride_token + head * nope_out.stride_head
+        _store_rows(plain, nope_out.ptr, row, exists, scale, QUERY, CODES)
+    row = token * rope_out.stride_token + head * rope_out.stride_head
+    _store_rotated(first, second, cos, sin, rope_out.ptr, row, exists, scale, PAIRS, CODES)
+
+
+@triton.jit
+def quantize_keys(
+    token,
+    head,
+    page,
+    place,
+    exists,
+    rope,
+    nope,
+    rope_out,
+    nope_out,
+    angles,
+    scale,
+    PAIRS: tl.constexpr,
+    KEY: tl.constexpr,
+    CODES: tl.constexpr,
+    PROGRAM: tl.constexpr,
+):
+    """Quantise rows of the keys, `Rows`, to the `Places` of ``page`` and ``place`` [ROWS]."""
+    position = tl.load(angles.positions_ptr + token * angles.stride_positions, mask=exists, other=0)
+    if KEY.columns > 0:
+        plain_row = token * nope.stride_token + head * nope.stride_head
+        plain = _load_rows(nope.ptr, plain_row, exists, KEY.columns, KEY.block)
+    rope_row = token * rope.stride_token + head * rope.stride_head
+    first, second = _load_pairs(rope.ptr, rope_row, exists, PAIRS)
+    # As for queries.
+    if PROGRAM.pinned:
+        tl.debug_barrier()
+    at = tl.minimum(tl.maximum(position.to(tl.int64), 0), angles.table_rows - 1)
+    cos, sin = _load_angles(angles.table_ptr, at * angles.stride_table, exists, PAIRS)
+    if KEY.columns > 0:
+        out_row = page * nope_out.stride_page + place * nope_out.stride_token
+        out_row += head * nope_out.stride_head
+        _store_rows(plain, nope_out.ptr, out_row, exists, scale, KEY, CODES)
+    out_row = page * rope_out.stride_page + place * rope_out.stride_token
+    out_row += head * rope_out.stride_head
+    _store_rotated(first, second, cos, sin, rope_out.ptr, out_row, exists, scale, PAIRS, CODES)
+
+
+@triton.jit
+def quantize_values(
+    token,
+    head,
+    page,
+    place,
+    exists,
+    v,
+    v_out,
+    scale,
+    VALUE: tl.constexpr,
+    CODES: tl.constexpr,
+):
+    """Quantise rows of the values, `Rows`, to the `Places` of ``page`` and ``place`` [ROWS]."""
+    row = token * v.stride_token + head * v.stride_head
+    value = _load_rows(v.ptr, row, exists, VALUE.columns, VALUE.block)
+    out_row = page * v_out.stride_page + place * v_out.stride_token
+    out_row += head * v_out.stride_head
+    _store_rows(value, v_out.ptr, out_row, exists, scale, VALUE, CODES)
