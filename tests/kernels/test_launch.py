@@ -414,6 +414,27 @@ def _launch_hopper_decode(
     return launches, lse
 
 
+@pytest.mark.parametrize(
+    ("width", "asked", "splits"),
+    # Blocks of 32 entries; a list of one block is cut in two as well.
+    [(640, 3, 3), (640, 70, 20), (641, 70, 21), (32, 70, 2), (640, 1, 1)],
+)
+def test_a_list_has_no_more_splits_than_blocks(
+    gpu: FakeGpu, width: int, asked: int, splits: int
+) -> None:
+    mlacast.sparse_mla_decode(
+        torch.zeros(2, 16, 512, dtype=torch.bfloat16),
+        mlacast.KvFormat.V41.allocate(2, 64, d_qk=512),
+        torch.zeros(2, width, dtype=torch.int32),
+        kv_format=mlacast.KvFormat.V41,
+        sm_scale=0.1,
+        num_splits=asked,
+        backend="triton",
+    )
+    _, arguments = gpu.runs[0]
+    assert arguments[:3] == (2, splits, 1)
+
+
 def test_decodes_of_codes_compile_once_whatever_the_sizes(gpu: FakeGpu) -> None:
     """Tokens, pages, lists, and where the rows of a bigger buffer start: no other variant."""
     sizes = [(16, 4, 64, 576, 0), (1, 1, 1, 592, 1), (17, 3, 65, 640, 2), (5, 33, 151, 1152, 3)]

@@ -154,7 +154,7 @@ LAUNCHERS = (
     Fault(
         "decode-most-splits",
         "sparse_mla_decode",
-        "a narrow list is cut into as many splits as asked for",
+        "a list has two splits at most",
         "mlacast/kernels/triton/sparse_mla_decode.py",
         "splits = min(splits, max(triton.cdiv(width, tiles.block_n), 2))",
         "splits = min(splits, 2)",
