@@ -189,6 +189,10 @@ def build_source(source: Any, options: dict[str, Any]) -> Build:
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.TemporaryDirectory() as folder:
         sass = disassemble(compiled.asm["cubin"], Path(folder), "-sass")
+    # ACQBULK waits for the kernel before, PREEXIT lets the next one start.
+    early = [name for name in ("ACQBULK", "PREEXIT") if name in sass]
+    assert early == (["ACQBULK", "PREEXIT"] if options.get("launch_pdl") else [])
+    assert sass.find("ACQBULK") <= sass.find("PREEXIT")
     built = Build(notes.getvalue(), sass, compiled.metadata.shared)
     assert built.shared <= SHARED_MEMORY_BYTES
     assert "ptxas info" in built.notes
