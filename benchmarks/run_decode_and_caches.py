@@ -3,7 +3,7 @@
     PYTHONPATH=. python benchmarks/run_decode_and_caches.py --jobs 16 --json FILE
 
 First the tests of those operations on the device, through the core operations and through the
-functions of MATE and FlashInfer, a process for each file; nothing is timed unless all pass. Then
+functions of MATE and FlashInfer; nothing is timed unless all pass. Then
 the cases of ``time_caches.py``, and the FP8 decodes of ``mlacast bench``: 128 heads, 2048 columns,
 64 and 128 requests. Every timed call is compared with the reference once more before it is timed.
 """
@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -43,44 +44,37 @@ TESTS = (
 DECODE_CASES = "decode-fp8"
 
 
-def run_tests(folder: Path, seconds: float) -> list[dict[str, Any]]:
-    """Run the test files side by side and return their counts; a hanging one is ended."""
-    files = {name: folder / f"{name}.xml" for name in TESTS}
-    runs = {
-        name: subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-q", f"tests/gpu/{name}.py", f"--junitxml={file}"],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for name, file in files.items()
-    }
-    stop_at = time.monotonic() + seconds
-    results = []
-    for name, started in runs.items():
-        try:
-            said, _ = started.communicate(timeout=max(stop_at - time.monotonic(), 1))
-        except subprocess.TimeoutExpired:
-            started.kill()
-            said = "timed out\n" + started.communicate()[0]
-        result: dict[str, Any] = {"name": name, "exit_code": started.returncode}
-        if files[name].exists():
-            (suite,) = ElementTree.parse(files[name]).getroot().iter("testsuite")
-            for key in ("tests", "failures", "errors", "skipped"):
-                result[key] = int(suite.attrib[key])
-            result["seconds"] = float(suite.attrib["time"])
-        results.append(result)
-        print(*(f"{key} {value}" for key, value in result.items()), flush=True)
-        if started.returncode != 0:
-            print(said[-3000:], flush=True)
-    return results
+def run_tests(folder: Path, processes: int, seconds: float) -> dict[str, Any]:
+    """Run the tests in ``processes`` at a time and return their counts; hanging ones are ended."""
+    file = folder / "tests.xml"
+    files = [f"tests/gpu/{name}.py" for name in TESTS]
+    options = ["-q", "-p", "no:cacheprovider", "-n", str(processes), "--dist", "worksteal"]
+    command = [sys.executable, "-m", "pytest", *files, *options, f"--junitxml={file}"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
+        exit_code, said = done.returncode, done.stdout
+    except subprocess.TimeoutExpired:
+        exit_code, said = 1, f"the tests took more than {seconds:.0f} s"
+    result: dict[str, Any] = {"exit_code": exit_code}
+    if file.exists():
+        (suite,) = ElementTree.parse(file).getroot().iter("testsuite")
+        for key in ("tests", "failures", "errors", "skipped"):
+            result[key] = int(suite.attrib[key])
+        result["seconds"] = float(suite.attrib["time"])
+        names = (case.attrib["classname"].rpartition(".")[2] for case in suite.iter("testcase"))
+        result["tests_of_file"] = dict(Counter(names))
+    print(*(f"{key} {value}" for key, value in result.items()), flush=True)
+    if exit_code != 0:
+        print(said[-3000:], flush=True)
+    return result
 
 
 def main() -> int:
     """Test, then time; the exit code is not 0 if anything is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--jobs", type=int, default=0, help="processes that compile beforehand")
+    parser.add_argument(
+        "--jobs", type=int, default=0, help="processes that test, and that compile beforehand"
+    )
     parser.add_argument("--seconds", type=float, default=500, help="for everything")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--json", type=Path, help="file to write every number to")
@@ -103,10 +97,11 @@ def main() -> int:
             path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", "utf-8")
 
     with tempfile.TemporaryDirectory() as folder:
-        document["tests"] = run_tests(Path(folder), options.seconds * 0.6)
+        processes = options.jobs or 1
+        document["tests"] = run_tests(Path(folder), processes, options.seconds * 0.6)
     write()
-    if any(test["exit_code"] for test in document["tests"]):
-        print("nothing is timed: a test failed", flush=True)
+    if document["tests"]["exit_code"] or set(document["tests"]["tests_of_file"]) != set(TESTS):
+        print("nothing is timed: a test failed, or a file has none", flush=True)
         return 1
     torch.manual_seed(0)
     cases = usual_cases()

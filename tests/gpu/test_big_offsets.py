@@ -75,6 +75,34 @@ def test_slots_past_two_gigabytes(name: str, num_splits: int, memory: Tensor) ->
     assert all_same(results[0], results[1])
 
 
+@pytest.mark.parametrize("name", ["V4", "V32", "V41_FP4", "FP8", "BF16"])
+def test_pages_eight_gigabytes_apart(name: str, memory: Tensor) -> None:
+    """A page stride past 2**31 words of four bytes: a product in 32 bits would leave the memory."""
+    width = 576 if name in ("V32", "FP8", "BF16") else 512
+    small = CacheCase(name, width).fill(num_pages=2, page_size=64, slots=range(128))
+    compact = copy_storage(small.cache)
+    flat = memory.view(compact.dtype)
+    stride = (2**33 + 2**20) // compact.element_size()
+    far = flat.as_strided(compact.shape, (stride, *compact.stride()[1:]))
+    for page in range(2):
+        step = compact.stride(0)
+        flat[page * stride :][:step] = compact.as_strided((step,), (1,), page * step)
+    indices = torch.randint(0, 128, (3, 50), dtype=torch.int32, device=CUDA)
+    q = torch.randn(3, 8, width, dtype=torch.bfloat16, device=CUDA)
+    results = [
+        mlacast.sparse_mla_decode(
+            q,
+            cache,
+            indices,
+            kv_format=mlacast.KvFormat.from_name(name),
+            sm_scale=SM_SCALE,
+            backend=steps.BACKEND,
+        )
+        for cache in (compact, far)
+    ]
+    assert all_same(results[0], results[1])
+
+
 def test_prefill_rows_past_two_to_the_31_elements(memory: Tensor) -> None:
     q, kv, indices = _prefill_inputs(8)
     rows = BIG // 512

@@ -59,7 +59,8 @@ def locate(
     )
     page = page.to(gl.int32)
     offset = ids - page * page_size
-    page_start = page.to(gl.int64) * (stride_page * 4)
+    # 64 bits before the factor 4: pages may be 8 GiB apart and more.
+    page_start = page.to(gl.int64) * stride_page * 4
     data, scales = record_words(page_size, offset, POOL)
     if EXTRA is not None:  # noqa: SIM102 - both decided while compiling, the second not without
         if POOL.record != EXTRA.record or POOL.is_inline != EXTRA.is_inline:
