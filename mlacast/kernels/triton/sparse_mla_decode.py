@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,9 +20,13 @@ from mlacast.kernels.common.attention_arguments import (
 from mlacast.kernels.common.combine_splits import (
     UNALIGNED_IN_EPILOGUE,
     VARYING_IN_EPILOGUE,
+    Partials,
+    State,
     combine_splits,
+    end_split,
+    find_heads,
+    find_split_blocks,
     split_scratch,
-    store_split,
 )
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.records import Cache
@@ -30,12 +34,11 @@ from mlacast.kernels.common.sparse_attention import (
     IndexList,
     attend_pool,
     find_angles,
-    finish_rows,
     load_query,
     load_scales,
     row_length,
 )
-from mlacast.kernels.common.store import Target, store_output
+from mlacast.kernels.common.store import Target
 from mlacast.kernels.common.targets import store_target
 from mlacast.kernels.config.attention import end_config, pool_config, query_config
 from mlacast.kernels.config.sparse_attention import plan_portable_decode, tile_config
@@ -64,6 +67,100 @@ _UNALIGNED = [
     "v_scale_ptr",
     *UNALIGNED_IN_EPILOGUE,
 ]
+
+
+class Pool(NamedTuple):
+    """A `Cache`, how many slots it has, and an `IndexList` of them."""
+
+    cache: Any
+    num_slots: Any
+    entries: Any
+
+
+class Blocks(NamedTuple):
+    """Blocks of a row: entries of both lists, blocks of the main one, those of this split."""
+
+    length: Any
+    extra_length: Any
+    main: Any
+    first: Any
+    last: Any
+
+
+@triton.jit
+def _find_blocks(
+    entries,
+    extra_entries,
+    token,
+    split,
+    num_splits,
+    BLOCK_N: tl.constexpr,
+    POOL: tl.constexpr,
+    EXTRA: tl.constexpr,
+):
+    """The `Blocks` of a split of a token: of the main list, then of the extra list."""
+    length = row_length(entries, token, POOL.has_length)
+    main_blocks = tl.cdiv(length, BLOCK_N)
+    total_blocks = main_blocks
+    extra_length = 0
+    if EXTRA is not None:
+        extra_length = row_length(extra_entries, token, EXTRA.has_length)
+        total_blocks += tl.cdiv(extra_length, BLOCK_N)
+    first, last = find_split_blocks(total_blocks, split, num_splits)
+    return Blocks(length, extra_length, main_blocks, first, last)
+
+
+@triton.jit
+def _attend_blocks(
+    query,
+    pool,
+    extra_pool,
+    token,
+    blocks,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    QUERY: tl.constexpr,
+    POOL: tl.constexpr,
+    EXTRA: tl.constexpr,
+):
+    """Softmax state of a split: output [BLOCK_H, 512] un-normalised, maxima and sums [BLOCK_H].
+
+    ``query`` is a `Query`, ``blocks`` a `Blocks`.
+    """
+    entries = pool.entries
+    acc, running_max, running_sum = attend_pool(
+        query,
+        tl.zeros((BLOCK_H, 512), tl.float32),
+        tl.full((BLOCK_H,), -float("inf"), tl.float32),
+        tl.zeros((BLOCK_H,), tl.float32),
+        pool.cache,
+        pool.num_slots,
+        entries.indices_ptr + token * entries.stride_indices,
+        blocks.length,
+        tl.minimum(blocks.first, blocks.main),
+        tl.minimum(blocks.last, blocks.main),
+        BLOCK_N,
+        QUERY,
+        POOL,
+    )
+    if EXTRA is not None:
+        entries = extra_pool.entries
+        acc, running_max, running_sum = attend_pool(
+            query,
+            acc,
+            running_max,
+            running_sum,
+            extra_pool.cache,
+            extra_pool.num_slots,
+            entries.indices_ptr + token * entries.stride_indices,
+            blocks.extra_length,
+            tl.maximum(blocks.first - blocks.main, 0),
+            tl.maximum(blocks.last - blocks.main, 0),
+            BLOCK_N,
+            QUERY,
+            EXTRA,
+        )
+    return acc, running_max, running_sum
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
@@ -140,20 +237,10 @@ def _sparse_mla_decode_kernel(
     extra_entries = IndexList(
         extra_indices_ptr, extra_stride_indices, extra_topk, extra_length_ptr, extra_stride_length
     )
-    head_blocks = tl.cdiv(num_heads, BLOCK_H)
-    token = (tl.program_id(0) // head_blocks).to(tl.int64)
-    head_start = (tl.program_id(0) % head_blocks) * BLOCK_H
+    heads = find_heads(num_tokens, num_heads, BLOCK_H)
+    token, head_start, _, _ = heads
     split = tl.program_id(1)
-    length = row_length(entries, token, POOL.has_length)
-    main_blocks = tl.cdiv(length, BLOCK_N)
-    total_blocks = main_blocks
-    extra_length = 0
-    if EXTRA is not None:
-        extra_length = row_length(extra_entries, token, EXTRA.has_length)
-        total_blocks += tl.cdiv(extra_length, BLOCK_N)
-    per_split = tl.cdiv(total_blocks, num_splits)
-    first = tl.minimum(split * per_split, total_blocks)
-    last = tl.minimum(first + per_split, total_blocks)
+    blocks = _find_blocks(entries, extra_entries, token, split, num_splits, BLOCK_N, POOL, EXTRA)
     angles = find_angles(
         table_ptr,
         stride_table,
@@ -177,72 +264,47 @@ def _sparse_mla_decode_kernel(
         BLOCK_H,
         QUERY,
     )
-    acc, running_max, running_sum = attend_pool(
+    cache = Cache(cache_ptr, stride_page, stride_slot, page_size)
+    extra_cache = Cache(extra_cache_ptr, extra_stride_page, extra_stride_slot, extra_page_size)
+    acc, running_max, running_sum = _attend_blocks(
         query,
-        tl.zeros((BLOCK_H, 512), tl.float32),
-        tl.full((BLOCK_H,), -float("inf"), tl.float32),
-        tl.zeros((BLOCK_H,), tl.float32),
-        Cache(cache_ptr, stride_page, stride_slot, page_size),
-        num_slots,
-        indices_ptr + token * stride_indices,
-        length,
-        tl.minimum(first, main_blocks),
-        tl.minimum(last, main_blocks),
+        Pool(cache, num_slots, entries),
+        Pool(extra_cache, extra_num_slots, extra_entries),
+        token,
+        blocks,
+        BLOCK_H,
         BLOCK_N,
         QUERY,
         POOL,
+        EXTRA,
     )
-    if EXTRA is not None:
-        acc, running_max, running_sum = attend_pool(
-            query,
-            acc,
-            running_max,
-            running_sum,
-            Cache(extra_cache_ptr, extra_stride_page, extra_stride_slot, extra_page_size),
-            extra_num_slots,
-            extra_indices_ptr + token * extra_stride_indices,
-            extra_length,
-            tl.maximum(first - main_blocks, 0),
-            tl.maximum(last - main_blocks, 0),
-            BLOCK_N,
-            QUERY,
-            EXTRA,
-        )
     # The merge of splits is linear in their outputs.
     acc *= v_scale
-    if IS_SPLIT:
-        store_split(
-            acc,
-            running_max,
-            running_sum,
-            partial_out_ptr,
-            partial_max_ptr,
-            partial_sum_ptr,
-            split,
-            token,
-            head_start,
-            num_tokens,
-            num_heads,
-        )
-    else:
-        out, lse, _ = finish_rows(
-            acc, running_max, running_sum, sink_ptr, head_start, num_heads, angles, 0, END
-        )
-        head = head_start + tl.arange(0, BLOCK_H)
-        tl.store(lse_ptr + token * num_heads + head, lse, mask=head < num_heads)
-        target = Target(
-            data_ptr,
-            sf_ptr,
-            scale_ptr,
-            stride_data_token,
-            stride_data_group,
-            stride_sf_token,
-            stride_sf_group,
-            stride_sf_word,
-            row_start,
-        )
-        padding = tl.where(token == num_tokens - 1, padding_rows, 0)
-        store_output(out, head_start, num_heads, token, padding, target, 0, OUTPUT)
+    target = Target(
+        data_ptr,
+        sf_ptr,
+        scale_ptr,
+        stride_data_token,
+        stride_data_group,
+        stride_sf_token,
+        stride_sf_group,
+        stride_sf_word,
+        row_start,
+    )
+    end_split(
+        State(acc, running_max, running_sum),
+        Partials(partial_out_ptr, partial_max_ptr, partial_sum_ptr),
+        split,
+        heads,
+        sink_ptr,
+        angles,
+        lse_ptr,
+        target,
+        padding_rows,
+        IS_SPLIT,
+        END,
+        OUTPUT,
+    )
 
 
 def _pool_arguments(
