@@ -361,7 +361,7 @@ PORTABLE = (
         "blocks on the diagonal are read without a mask",
         "mlacast/kernels/triton/dense_mla_prefill.py",
         "tl.maximum(first_row + 1 + keys - length, 0)",
-        "tl.maximum(first_row + BLOCK_M + keys - length, 0)",
+        "tl.maximum(first_row + TILES.block_m + keys - length, 0)",
         _DENSE_PREFILL,
     ),
     Fault(
@@ -530,9 +530,9 @@ PORTABLE = (
         "project-row-start",
         "grouped_out_project",
         "swizzled scales of a range are those of the first tokens",
-        "mlacast/kernels/triton/grouped_out_project.py",
-        "                row_start + row,\n",
-        "                row,\n",
+        "mlacast/kernels/common/project_operands.py",
+        "            activations.row_start + activations.row,\n",
+        "            activations.row,\n",
         _PROJECT,
     ),
     Fault(

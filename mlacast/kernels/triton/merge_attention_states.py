@@ -78,18 +78,6 @@ class Places(NamedTuple):
     is_first: Any
 
 
-@triton.constexpr_function
-def _has_whole_rows(D, WIDTH):
-    """Whether the features of a row of a tile are all of one head."""
-    return D % WIDTH == 0
-
-
-@triton.constexpr_function
-def _goes_by_16(D, WIDTH, OUTPUT):
-    """Whether rows are loaded as twice eight: of one head, to be stored with a scale for 16."""
-    return D % WIDTH == 0 and OUTPUT.kind == NVFP4.value
-
-
 @triton.jit
 def _find_places(
     token,
@@ -102,7 +90,7 @@ def _find_places(
 ):
     """The `Places` of blocks of features; arguments [ROWS, 1], of which ``in_range`` exist."""
     element = tl.arange(0, WIDTH)[None, :]
-    if _has_whole_rows(D, WIDTH):
+    if D % WIDTH == 0:
         head = block // (D // WIDTH)
         dim = (block % (D // WIDTH)) * WIDTH
         if not BY_16:
@@ -264,7 +252,7 @@ def _merge_attention_states_kernel(
     the last block is not full, else 0. Grid: (ceil(T / BLOCK_T) * ceil(num_blocks / BLOCK_B),).
     """
     ROWS: tl.constexpr = BLOCK_T * BLOCK_B
-    BY_16: tl.constexpr = _goes_by_16(D, WIDTH, OUTPUT)
+    BY_16: tl.constexpr = D % WIDTH == 0 and OUTPUT.kind == NVFP4
     after_previous_kernel(PDL)
     columns = tl.cdiv(num_blocks, BLOCK_B)
     first_token = (tl.program_id(0) // columns) * BLOCK_T
