@@ -58,6 +58,15 @@ def _mask(s, last):
 
 
 @gluon.jit
+def _load_query(q_smem, CONSUMER: gl.constexpr, OPERAND: gl.constexpr):
+    """The consumer's rows in registers: three parts [64, 64]."""
+    query = ()
+    for part in gl.static_range(3):
+        query = query + (q_smem.index(CONSUMER * 3 + part).load(OPERAND),)
+    return query
+
+
+@gluon.jit
 def _start_scores(query, k_smem, stage, S: gl.constexpr):
     """Issue q k^T with the query from registers."""
     s = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, S)
@@ -94,6 +103,38 @@ def _softmax(s, base, partial_sum, scale, PARTIAL: gl.constexpr):
 
 
 @gluon.jit
+def _store_tile(
+    state,
+    words,
+    target,
+    lse_ptr,
+    num_rows,
+    CONSUMER: gl.constexpr,
+    OUTPUT: gl.constexpr,
+):
+    """Normalise and store the consumer's rows of a tile, and their lse.
+
+    The state is the un-normalised output [64, 128], bases [64] and partial sums [64, 4].
+    """
+    o, base, partial_sum = state
+    ROW: gl.constexpr = base.type.layout
+    total = gl.convert_layout(gl.sum(partial_sum, 1), ROW)  # [64]
+    empty = total == 0.0
+    divisor = gl.where(empty, 1.0, total)
+    lse = gl.where(empty, -float("inf"), (base + gl.log2(divisor)) * LN_2)
+    factor = gl.where(empty, 0.0, 1.0 / divisor)
+    alive = gl.where(empty, 0, -1)
+    head = read_word(words, HEAD)
+    first_row = read_word(words, FIRST_ROW) + CONSUMER * BLOCK_M
+    token = read_word(words, SEQUENCE_START) + first_row
+    # Rows before the sequence belong to the one before it.
+    skipped = -first_row
+    local = opaque_rows(ROW)  # [64]
+    gl.store(lse_ptr + row_offset(head, num_rows) + token + local, lse, mask=local >= skipped)
+    store_token_block(o, factor, alive, target, token, skipped, head, OUTPUT)
+
+
+@gluon.jit
 def attend_role(
     rows,
     CONSUMER: gl.constexpr,
@@ -124,9 +165,7 @@ def attend_role(
     while num_blocks > 0:
         num_keys = read_word(words, NUM_KEYS)
         diagonal = read_word(words, DIAGONAL) + read_word(words, FIRST_ROW) + CONSUMER * BLOCK_M
-        query = ()
-        for part in gl.static_range(3):
-            query = query + (q_smem.index(CONSUMER * 3 + part).load(OPERAND),)
+        query = _load_query(q_smem, CONSUMER, OPERAND)
         mbarrier.arrive(q_free.index(CONSUMER), count=1)
         base = gl.full((BLOCK_M,), -float("inf"), gl.float32, ROW)
         partial_sum = gl.full((BLOCK_M, 4), 0.0, gl.float32, PARTIAL)
@@ -174,20 +213,8 @@ def attend_role(
         o = warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(v_free.index(v_stage), count=1)
         count += 1
-        total = gl.convert_layout(gl.sum(partial_sum, 1), ROW)
-        empty = total == 0.0
-        divisor = gl.where(empty, 1.0, total)
-        lse = gl.where(empty, -float("inf"), (base + gl.log2(divisor)) * LN_2)
-        factor = gl.where(empty, 0.0, 1.0 / divisor)
-        alive = gl.where(empty, 0, -1)
-        head = read_word(words, HEAD)
-        first_row = read_word(words, FIRST_ROW) + CONSUMER * BLOCK_M
-        token = read_word(words, SEQUENCE_START) + first_row
-        # Rows before the sequence belong to the one before it.
-        skipped = -first_row
-        local = opaque_rows(ROW)
-        gl.store(lse_ptr + row_offset(head, num_rows) + token + local, lse, mask=local >= skipped)
-        store_token_block(o, factor, alive, target, token, skipped, head, OUTPUT)
+        state = (o, base, partial_sum)
+        _store_tile(state, words, target, lse_ptr, num_rows, CONSUMER, OUTPUT)
         tile += 1
         words = words_smem.index(tile & 1)
         mbarrier.wait(q_ready.index(CONSUMER), tile & 1)

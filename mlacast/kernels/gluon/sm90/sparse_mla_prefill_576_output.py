@@ -42,26 +42,10 @@ def output_role(
     Consumes ``P_READY``, ``P_GO`` and ``FACTOR_READY``; produces, together with the other half,
     ``P_FREE``, ``ALPHA_FREE``, ``K_FREE`` and ``FACTOR_FREE``.
     """
-    (
-        barriers,
-        k_smem,
-        p_smem,
-        alpha_smem,
-        topk,
-        length_ptr,
-        stride_length,
-        data_ptr,
-        sf_ptr,
-        scale_ptr,
-        stride_data_token,
-        stride_data_group,
-        stride_sf_token,
-        stride_sf_group,
-        stride_sf_word,
-        padding_rows,
-        num_heads,
-        num_tiles,
-    ) = places
+    barriers, k_smem, p_smem, alpha_smem, lengths, target, num_heads, num_tiles = places
+    topk, length_ptr, stride_length = lengths
+    data_ptr, sf_ptr, scale_ptr, stride_data_token, stride_data_group = target[:5]
+    stride_sf_token, stride_sf_group, stride_sf_word, padding_rows = target[5:]
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, OUT)
