@@ -108,9 +108,10 @@ def _publish_weights(barriers, p, alpha, p_smem, alpha_smem, count):
 @gluon.jit
 def _finish_scores(s, masked, mask):
     """Wait for the scores [64, 64] of a block; keys that ``mask`` marks get -inf."""
+    COLUMN: gl.constexpr = gl.SliceLayout(0, s.type.layout)
     s = warpgroup_mma_wait(0, deps=[s])
     if masked != 0:
-        s = apply_mask(s, mask, gl.SliceLayout(0, s.type.layout))
+        s = apply_mask(s, mask, COLUMN)
     return s
 
 
@@ -177,7 +178,8 @@ def _find_factors(running_max, partial_sum, sink, HAS_SINK: gl.constexpr):
 @gluon.jit
 def _store_sums(max_logits_ptr, lse_ptr, running_max, lse, tile, num_heads, WORK: gl.constexpr):
     """Store lse and the largest logits [64] of the heads of a tile."""
-    head = (tile % WORK.head_blocks) * BLOCK_H + opaque_rows(lse.type.layout)
+    ROW: gl.constexpr = lse.type.layout
+    head = (tile % WORK.head_blocks) * BLOCK_H + opaque_rows(ROW)
     target = row_offset(tile // WORK.head_blocks, num_heads)
     if WORK.full_tiles:
         gl.store(lse_ptr + target + head, lse)
