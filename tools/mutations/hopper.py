@@ -267,7 +267,7 @@ HOPPER = (
         "h-store-power-of-two",
         "quantize_output",
         "the scale of an amax of exactly 448 * 2**n is doubled",
-        "mlacast/kernels/common/sm90_scaled_store.py",
+        "mlacast/kernels/common/sm90_group_scales.py",
         "((bits + 0x1FFFFF) >> 23) - 8",
         "((bits + 0x200000) >> 23) - 8",
         (_STORE + "[mxfp8_head-scaled-40]",),

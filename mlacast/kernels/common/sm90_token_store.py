@@ -7,6 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from mlacast.kernels.common.sm90_division import reciprocal
+from mlacast.kernels.common.sm90_group_scales import group_scales, over_scales
 from mlacast.kernels.common.sm90_nvfp4 import swizzled_row, to_nvfp4
 from mlacast.kernels.common.sm90_pack import pack_bf16, pack_e4m3
 from mlacast.kernels.common.sm90_rotation import (
@@ -15,7 +16,6 @@ from mlacast.kernels.common.sm90_rotation import (
     opaque_rows,
     row_offset,
 )
-from mlacast.kernels.common.sm90_scaled_store import group_scales, over_scales
 from mlacast.kernels.common.sm90_store import BF16, FP8_TENSOR, FP8_UE8M0, NVFP4
 
 BLOCK_ROWS = gl.constexpr(64)
