@@ -241,8 +241,8 @@ HOPPER = (
         "sparse_mla_prefill",
         "max_logits is to base 2 where heads fill their tiles",
         _SM90 + "sparse_mla_prefill_576_score.py",
-        "            gl.store(max_logits_ptr + target + head, running_max * LN_2)\n",
-        "            gl.store(max_logits_ptr + target + head, running_max)\n",
+        "        gl.store(max_logits_ptr + target + head, running_max * LN_2)\n",
+        "        gl.store(max_logits_ptr + target + head, running_max)\n",
         (_PREFILL_576 + "[bf16]",),
     ),
     Fault(
@@ -286,8 +286,8 @@ HOPPER = (
         "grouped_out_project",
         "scales of the step before are used",
         _SM90 + "grouped_out_project_roles.py",
-        "x1 = _load_words(x_sf, x_step, first + LOADERS, STEPS)",
-        "x1 = _load_words(x_sf, x_step, first, STEPS)",
+        "words1 = _load_words(pointers, steps, first + LOADERS, STEPS)",
+        "words1 = _load_words(pointers, steps, first, STEPS)",
         (_PRODUCTS + "[mxfp8_head-words_32]",),
     ),
     Fault(

@@ -378,8 +378,8 @@ PORTABLE = (
         "merge_attention_states",
         "the output of an empty part is read",
         "mlacast/kernels/triton/merge_attention_states.py",
-        'live = mask & (lse != -float("inf"))',
-        "live = mask",
+        'live = places.mask & (lse != -float("inf"))',
+        "live = places.mask",
         _MERGE,
     ),
     Fault(

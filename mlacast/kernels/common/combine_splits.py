@@ -256,6 +256,17 @@ def split_scratch(
     return [launches.inside(base, view) for view in views]
 
 
+def split_places(
+    num_splits: int,
+    rows: int,
+    lse: torch.Tensor,
+    workspace: torch.Tensor | None,
+    launches: Launches,
+) -> list[torch.Tensor]:
+    """Scratch for the splits of ``rows`` rows; ``lse``, not touched, where they are not split."""
+    return split_scratch(num_splits * rows, workspace, launches) if num_splits > 1 else [lse] * 3
+
+
 def combine_splits(
     launches: Launches,
     partials: list[torch.Tensor],

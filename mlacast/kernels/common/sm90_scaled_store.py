@@ -112,6 +112,7 @@ def _store_nvfp4(
     data_ptr,
     stride_data_group,
     sf_ptr,
+    row_start,
     row,
     padding_rows,
     head_start,
@@ -122,7 +123,8 @@ def _store_nvfp4(
 ):
     """Store what ``to_nvfp4`` returns: words of codes, and scales of the left and the right half.
 
-    ``row`` is that of the buffer; the scales of ``padding_rows`` behind it are zeroed.
+    ``row`` counts from ``row_start``, a row of the buffer; scales of ``padding_rows`` behind it are
+    zeroed.
     """
     words, left, right = quantised
     _store_rows(
@@ -141,7 +143,7 @@ def _store_nvfp4(
             left if part == 0 else right,
             head_start + opaque_rows(gl.SliceLayout(1, left.type.layout)),
             sf_ptr,
-            row,
+            row_start + row,
             padding_rows,
             num_heads,
             FIRST + part * 64,
@@ -270,7 +272,8 @@ def store_scaled_block(
             data_ptr,
             stride_data_group,
             sf_ptr,
-            stride_sf_word + row,
+            stride_sf_word,
+            row,
             padding_rows,
             head_start,
             num_heads,

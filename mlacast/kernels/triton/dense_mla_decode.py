@@ -22,7 +22,7 @@ from mlacast.kernels.common.combine_splits import (
     end_split,
     find_heads,
     find_split_blocks,
-    split_scratch,
+    split_places,
 )
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.records import Cache
@@ -211,9 +211,7 @@ def launch_dense_mla_decode(
     programs = num_tokens * triton.cdiv(num_heads, tiles.block_h)
     width = page_table.shape[1] * k_cache.shape[1]
     splits = num_splits or choose_num_splits(programs, width, tiles.block_n, q.device, False)
-    partials: list[torch.Tensor] = [lse, lse, lse]
-    if splits > 1:
-        partials = split_scratch(splits * num_tokens * num_heads, None, launches)
+    partials = split_places(splits, num_tokens * num_heads, lse, None, launches)
     # Sink, then a table and positions that nothing reads.
     rope_places = rope_arguments(attn_sink, None, lse, seq_lens)
     end = end_config(d_qk, attn_sink)

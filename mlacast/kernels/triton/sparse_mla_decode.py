@@ -12,6 +12,8 @@ from mlacast.descriptors.kv_format import KvFormat
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.descriptors.rope import Rope
 from mlacast.kernels.common.attention_arguments import (
+    CachePool,
+    extra_pool,
     list_arguments,
     query_operand,
     rope_arguments,
@@ -26,7 +28,7 @@ from mlacast.kernels.common.combine_splits import (
     end_split,
     find_heads,
     find_split_blocks,
-    split_scratch,
+    split_places,
 )
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.records import Cache
@@ -41,7 +43,7 @@ from mlacast.kernels.common.sparse_attention import (
 from mlacast.kernels.common.store import Target
 from mlacast.kernels.common.targets import store_target
 from mlacast.kernels.config.attention import end_config, pool_config, query_config
-from mlacast.kernels.config.sparse_attention import plan_portable_decode, tile_config
+from mlacast.kernels.config.sparse_attention import portable_decode_plan
 
 # Counts and strides that vary while serving must not pick another variant of the kernel, nor must
 # where a slice of a bigger buffer happens to start.
@@ -307,23 +309,18 @@ def _sparse_mla_decode_kernel(
     )
 
 
-def _pool_arguments(
-    launches: Launches,
-    kv_format: KvFormat,
-    cache: torch.Tensor,
-    indices: torch.Tensor,
-    lengths: torch.Tensor | None,
-) -> list[Any]:
+def _pool_arguments(launches: Launches, pool: CachePool) -> list[Any]:
     """One pool as kernel arguments, cache to length stride."""
-    rows = kv_format.name == "BF16"
-    flat = cache if rows else launches.inside(cache, cache.view(torch.uint8))
+    cache = pool.cache
+    is_rows = pool.kv_format.name == "BF16"
+    flat = cache if is_rows else launches.inside(cache, cache.view(torch.uint8))
     return [
         flat,
         flat.stride(0),
         flat.stride(1),
         flat.shape[1],
         flat.shape[0] * flat.shape[1],
-        *list_arguments(indices, lengths),
+        *list_arguments(pool.indices, pool.lengths),
     ]
 
 
@@ -354,25 +351,12 @@ def launch_sparse_mla_decode(
     num_tokens, num_heads, d_qk = q.shape
     target = store_target(out)
     launches = Launches(q.device, target)
-    tiles = tile_config(num_heads)
-    programs = num_tokens * triton.cdiv(num_heads, tiles.block_h)
-    pool = _pool_arguments(launches, kv_format, k_cache, indices, topk_length)
-    extra_pool, extra = pool, None
-    width = indices.shape[1]
-    if extra_k_cache is not None and extra_indices is not None and extra_kv_format is not None:
-        extra = pool_config(extra_kv_format, extra_topk_length)
-        extra_pool = _pool_arguments(
-            launches, extra_kv_format, extra_k_cache, extra_indices, extra_topk_length
-        )
-        width += extra_indices.shape[1]
-    splits = num_splits or plan_portable_decode(
-        num_tokens, num_heads, width, q.device, batch_invariant
-    )
-    # No more splits than blocks; but two stay two, so that a narrower list runs the same variant.
-    splits = min(splits, max(triton.cdiv(width, tiles.block_n), 2))
-    partials: list[torch.Tensor] = [lse, lse, lse]
-    if splits > 1:
-        partials = split_scratch(splits * num_tokens * num_heads, workspace, launches)
+    pool = _pool_arguments(launches, CachePool(k_cache, indices, topk_length, kv_format))
+    extra = extra_pool(extra_k_cache, extra_indices, extra_topk_length, extra_kv_format)
+    width = indices.shape[1] + (0 if extra is None else extra.indices.shape[1])
+    plan = portable_decode_plan(num_tokens, num_heads, width, q.device, num_splits, batch_invariant)
+    tiles, splits, programs = plan
+    partials = split_places(splits, num_tokens * num_heads, lse, workspace, launches)
     rope_places = rope_arguments(attn_sink, rope, lse, indices)
     end = end_config(d_qk, attn_sink, rope)
     scales, scale_config = split_scales(sm_scale, v_scale, lse)
@@ -383,7 +367,7 @@ def launch_sparse_mla_decode(
         q.stride(0),
         q.stride(1),
         *pool,
-        *extra_pool,
+        *(pool if extra is None else _pool_arguments(launches, extra)),
         *rope_places,
         lse,
         *partials,
@@ -399,7 +383,7 @@ def launch_sparse_mla_decode(
         SCALES=scale_config,
         QUERY=query_config(d_qk, q_order, q_norm_eps, rope),
         POOL=pool_config(kv_format, topk_length),
-        EXTRA=extra,
+        EXTRA=None if extra is None else pool_config(extra.kv_format, extra.lengths),
         END=end,
         OUTPUT=target.config,
         num_warps=tiles.num_warps,
