@@ -183,7 +183,7 @@ def combine_splits_kernel(
     first = tl.program_id(1) * WIDTH
     d = first + tl.arange(0, WIDTH)
     mask = in_range[:, None] & (d >= 0)[None, :]
-    row = token * num_heads + head
+    row = token * num_heads + head  # [BLOCK_H]
     step = num_tokens.to(tl.int64) * num_heads
     maxima = tl.full((BLOCK_H, _SPLITS_AT_ONCE), -float("inf"), tl.float32)
     for start in range(0, num_splits, _SPLITS_AT_ONCE):
@@ -200,11 +200,11 @@ def combine_splits_kernel(
     acc = tl.zeros((BLOCK_H, WIDTH), tl.float32)
     running_sum = tl.zeros((BLOCK_H,), tl.float32)
     for split in tl.range(0, num_splits, loop_unroll_factor=4):
-        part_row = split * step + row
+        part_row = split * step + row  # [BLOCK_H]
         part_max = tl.load(partial_max_ptr + part_row, mask=in_range, other=-float("inf"))
         part_sum = tl.load(partial_sum_ptr + part_row, mask=in_range, other=0.0)
         part = tl.load(partial_out_ptr + part_row[:, None] * 512 + d[None, :], mask=mask, other=0.0)
-        weight = tl.exp2(part_max - shift)
+        weight = tl.exp2(part_max - shift)  # [BLOCK_H]
         acc += part * weight[:, None]
         running_sum += part_sum * weight
     angles = find_angles(

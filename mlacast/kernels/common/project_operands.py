@@ -173,14 +173,14 @@ def _scaled_operand(
     elif SOURCE.kind == NVFP4:
         tl.static_assert(BLOCK_K == 64, "four scales of a token are a word")
         wide = codes.to(tl.int32)
-        values = tl.interleave(decode_e2m1(wide & 0xF), decode_e2m1(wide >> 4))
+        values = tl.interleave(decode_e2m1(wide & 0xF), decode_e2m1(wide >> 4))  # [ROWS, BLOCK_K]
         blocks: tl.constexpr = SOURCE.features // 16
         first = group * blocks + start // 16
         word = _load_swizzled_word(
             sf, row, first, (group + 1) * blocks, SOURCE.sf_column_tiles, SOURCE.features
         )
         # A word starts with the scale of ``start``.
-        scale = _bytes_of_word(word, 0, BLOCK_K, 16)
+        scale = _bytes_of_word(word, 0, BLOCK_K, 16)  # [ROWS, BLOCK_K]
         return values * decode_e4m3(scale.to(tl.uint8))
     else:
         values = from_e4m3(codes, NATIVE)

@@ -113,8 +113,8 @@ def group_scales(
                 :, None
             ]
         )
-    pairs = _paired(x, OUTPUT.group)
-    amax = _group_max(pairs, OUTPUT.group)
+    pairs = _paired(x, OUTPUT.group)  # [64, groups, steps, 4, 2]
+    amax = _group_max(pairs, OUTPUT.group)  # [64, 1] or [64, 4]
     ROW: gl.constexpr = gl.SliceLayout(1, amax.type.layout)
     per_head = gl.convert_layout(factor, ROW, assert_trivial=True)[:, None]
     if OUTPUT.kind != FP8_FLOAT32:

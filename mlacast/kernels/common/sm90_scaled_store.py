@@ -40,7 +40,7 @@ def _store_rows(
     HEADS: gl.constexpr = OUTPUT.features // 512
     CHUNK: gl.constexpr = 32 // PER_VALUE
     HEAD_STEP: gl.constexpr = CHUNK if OUTPUT.chunk32 else 512 // PER_VALUE
-    head = head_start + opaque_rows(gl.SliceLayout(1, LAYOUT))
+    head = head_start + opaque_rows(gl.SliceLayout(1, LAYOUT))  # [64]
     column = FIRST // PER_VALUE + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     if OUTPUT.chunk32:
         column = (column // CHUNK) * (HEADS * CHUNK) + column % CHUNK
@@ -71,8 +71,8 @@ def _store_scales(
     HEADS: gl.constexpr = OUTPUT.features // 512
     LAYOUT: gl.constexpr = scales.type.layout
     COPIES: gl.constexpr = 2 if GROUP == 64 else 1
-    head = head_start + opaque_rows(gl.SliceLayout(1, LAYOUT))
-    place = opaque(gl.arange(0, scales.shape[1], gl.SliceLayout(0, LAYOUT)))
+    head = head_start + opaque_rows(gl.SliceLayout(1, LAYOUT))  # [64]
+    place = opaque(gl.arange(0, scales.shape[1], gl.SliceLayout(0, LAYOUT)))  # [n]
     block = FIRST // GROUP + place // COPIES
     within = head % HEADS
     group = (head // HEADS).to(gl.int64) * stride_group

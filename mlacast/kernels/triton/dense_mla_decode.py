@@ -146,7 +146,7 @@ def _dense_mla_decode_kernel(
     table = page_table_ptr + request * stride_table
     cache = Cache(cache_ptr, stride_page, stride_slot, page_size)
     for block in range(first, last):
-        position = block * BLOCK_N + lane
+        position = block * BLOCK_N + lane  # [BLOCK_N]
         entry = position // page_size
         page = tl.load(table + entry, mask=position < length, other=-1)
         valid = (page >= 0) & (page < num_pages)

@@ -185,9 +185,9 @@ def _attend(
             key_tails = tl.load(k_rows + tail[None, :], mask=exists, other=0.0)
             values = tl.load(v_rows + d[None, :], mask=exists, other=0.0)
         else:
-            keys = tl.load(k_rows + d[None, :])
-            key_tails = tl.load(k_rows + tail[None, :])
-            values = tl.load(v_rows + d[None, :])
+            keys = tl.load(k_rows + d[None, :])  # [BLOCK_N, 128]
+            key_tails = tl.load(k_rows + tail[None, :])  # [BLOCK_N, 64]
+            values = tl.load(v_rows + d[None, :])  # [BLOCK_N, 128]
         # [BLOCK_M, BLOCK_N]
         scores = tl.dot(query.main, tl.trans(keys), input_precision="ieee")
         scores = tl.dot(query.tail, tl.trans(key_tails), scores, input_precision="ieee")
@@ -196,7 +196,7 @@ def _attend(
             scores = tl.where((key <= last_key[:, None]) & (key < num_keys), scores, -float("inf"))
         new_max = tl.maximum(running_max, tl.max(scores, 1) * score_scale)
         # -inf - -inf is NaN: shift by 0 while no key has been seen.
-        shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+        shift = tl.where(new_max == -float("inf"), 0.0, new_max)  # [BLOCK_M]
         alpha = tl.exp2(running_max - shift)
         negated = tl.broadcast_to(-shift[:, None], (BLOCK_M, BLOCK_N))
         weights = tl.exp2(tl.fma(scores, scale, negated))
@@ -283,7 +283,7 @@ def _dense_mla_prefill_kernel(
     state = _attend(query, state, keys_of_rows, 0, whole, score_scale, False, TILES)
     state = _attend(query, state, keys_of_rows, whole, end, score_scale, True, TILES)
     acc, running_max, running_sum = state
-    is_empty = running_sum == 0.0
+    is_empty = running_sum == 0.0  # [BLOCK_M]
     divisor = tl.where(is_empty, 1.0, running_sum)
     lse = tl.where(is_empty, -float("inf"), (running_max + tl.log2(divisor)) * LN_2)
     tl.store(lse_ptr + head.to(tl.int64) * num_tokens + token, lse, mask=in_range)

@@ -96,8 +96,8 @@ def _project_kernel(
     column_blocks = tl.cdiv(num_columns, BLOCK_N)
     first_token = (tl.program_id(0) // column_blocks) * BLOCK_M
     first_column = (tl.program_id(0) % column_blocks) * BLOCK_N
-    token = first_token + tl.arange(0, BLOCK_M)
-    column = first_column + tl.arange(0, BLOCK_N)
+    token = first_token + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    column = first_column + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     row = tl.minimum(token, num_tokens - 1).to(tl.int64)
     weight_row = tl.minimum(column, num_columns - 1).to(tl.int64)
     data_rows = data_ptr + (row * stride_data_token)[:, None]

@@ -89,11 +89,11 @@ def _softmax(s, base, partial_sum, scale, PARTIAL: gl.constexpr):
     """
     # In short chains: the maximum is what the exponentials wait for.
     by_quad = gl.max(gl.max(gl.max(gl.reshape(s, (BLOCK_M, 4, 4, 4, 2)), 4), 1), 1)
-    top = gl.convert_layout(gl.max(by_quad, 1), base.type.layout) * scale
+    top = gl.convert_layout(gl.max(by_quad, 1), base.type.layout) * scale  # [64]
     new_base = gl.where(top > base + _LAZINESS, top, base)
     # -inf - -inf is NaN: shift by 0 while nothing valid has been seen.
     shift = gl.where(new_base == -float("inf"), 0.0, new_base)
-    p = gl.exp2(s * scale - shift[:, None])
+    p = gl.exp2(s * scale - shift[:, None])  # [64, 128]
     # What came before a row's first key is zero and needs no factor.
     alpha = gl.where(base == -float("inf"), 1.0, gl.exp2(base - shift))
     sums = gl.sum(gl.sum(gl.reshape(p, (BLOCK_M, 16, 4, 2)), 3), 1)
@@ -190,7 +190,7 @@ def attend_role(
             mbarrier.wait(k_ready.index(stage), ((count + 1) // STAGES) & 1)
             # Consumer 0 begins.
             mbarrier.wait(turns.index(CONSUMER), (turn & 1) ^ (CONSUMER == 0))
-            s = _start_scores(query, k_smem, stage, S)
+            s = _start_scores(query, k_smem, stage, S)  # [64, 128]
             mbarrier.wait(v_ready.index(v_stage), (count // STAGES) & 1)
             o = warpgroup_mma(weights, v_smem.index(v_stage), o, is_async=True)
             mbarrier.arrive(turns.index((CONSUMER + 1) % CONSUMERS), count=1)

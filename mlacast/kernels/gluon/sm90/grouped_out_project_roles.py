@@ -122,7 +122,7 @@ def load_role(
     for tile in range(gl.program_id(0), _count_tiles(shape, BLOCK_M, BLOCK_N), gl.num_programs(0)):
         group, first_token, first_column = _find_tile(tile, shape, BLOCK_M, BLOCK_N)
         wide_group = group.to(gl.int64)
-        token = gl.minimum(first_token + gl.arange(0, BLOCK_M, _ONE), num_tokens - 1)
+        token = gl.minimum(first_token + gl.arange(0, BLOCK_M, _ONE), num_tokens - 1)  # [BLOCK_M]
         column = gl.minimum(first_column + gl.arange(0, BLOCK_N, _ONE), num_columns - 1)
         if not PRODUCT.weight_bytes:
             column = column // 128
@@ -244,8 +244,8 @@ def multiply_role(
             at = count + step
             stage = at % STAGES
             mbarrier.wait(ready.index(stage), (at // STAGES) & 1)
-            x = x_smem.index(stage).slice(FIRST_ROW, ROWS, dim=0)
-            w = w_smem.index(stage).slice(FIRST_COLUMN, COLUMNS, dim=0)
+            x = x_smem.index(stage).slice(FIRST_ROW, ROWS, dim=0)  # [ROWS, 128]
+            w = w_smem.index(stage).slice(FIRST_COLUMN, COLUMNS, dim=0)  # [COLUMNS, 128]
             even = _start_product(x, w, even, 0, PARTS)
             for part in gl.static_range(PARTS):
                 if part % 2 == 0:

@@ -106,7 +106,7 @@ def _rotate_back(x, cos, sin, dead, N: gl.constexpr, HALF_PAIRING: gl.constexpr)
     # -0.0 is the identity of addition: the sum over blocks returns the last one bit for bit. Where
     # it is written as a number the language takes it for 0.0.
     negative_zero = gl.cast(gl.cast(-0x80000000, gl.int32), gl.float32, bitcast=True)
-    last = gl.sum(gl.where(is_last, blocks, negative_zero), 1)
+    last = gl.sum(gl.where(is_last, blocks, negative_zero), 1)  # [heads, N]
     last = gl.convert_layout(last, LAYOUT, assert_trivial=True)
     rotated = _rotate_pairs(last, cos, sin, HALF_PAIRING)
     # Whatever the table holds at the position of an empty row, its output is zero.
@@ -254,7 +254,7 @@ def merge_splits_kernel(
     token = gl.program_id(0).to(gl.int64)
     head_start, head = _find_heads(num_heads, BLOCK_H, FULL_TILES, ROW)
     # No scratch of 4 TB: rows of all splits can be counted in 32 bits.
-    row = gl.program_id(0) * num_heads + head
+    row = gl.program_id(0) * num_heads + head  # [heads]
     step = num_tokens * num_heads
     d = gl.arange(0, 512, gl.SliceLayout(0, LAYOUT))
     partials = (partial_out_ptr, partial_max_ptr, partial_sum_ptr)
@@ -288,7 +288,7 @@ def merge_splits_kernel(
     acc, running_sum = _sum_states(partials, states, row, step, shift, num_splits, d, AHEAD, LAYOUT)
     factor, lse = _find_factors(running_max, running_sum, sink, END.has_sink)
     gl.store(lse_ptr + row, lse)
-    dead = factor == 0.0
+    dead = factor == 0.0  # [heads]
     # where, not a product with 0: an all-masked accumulator may hold NaN from an infinite value.
     out = gl.where(dead[:, None], 0.0, acc * factor[:, None])
     if END.rotates_back:

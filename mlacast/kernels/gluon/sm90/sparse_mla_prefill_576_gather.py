@@ -118,8 +118,8 @@ def gather_role(
         slot = next_slot(slot)
         num_blocks = block_count(length)
         for i in range(num_blocks):
-            valid = (ids >= 0) & (ids < s_kv)
-            rows = kv_ptr + (ids.to(gl.int64) * stride_kv)[:, None]
+            valid = (ids >= 0) & (ids < s_kv)  # [64]
+            rows = kv_ptr + (ids.to(gl.int64) * stride_kv)[:, None]  # [64, 1]
             is_last = i == num_blocks - 1
             ids = _load_ids(
                 indices_ptr,

@@ -86,7 +86,7 @@ def _softmax(s, running_max, partial_sum, score_scale):
     shift = gl.where(new_max == -float("inf"), 0.0, new_max)
     p = gl.exp2(s * score_scale - shift[:, None])
     alpha = gl.exp2(running_max - shift)
-    by_quad = gl.sum(gl.sum(gl.reshape(p, (64, 8, 4, 2)), 3), 1)
+    by_quad = gl.sum(gl.sum(gl.reshape(p, (64, 8, 4, 2)), 3), 1)  # [64, 4]
     by_quad = gl.convert_layout(by_quad, _PARTIAL, assert_trivial=True)
     rescale = gl.convert_layout(alpha, gl.SliceLayout(1, _PARTIAL))
     return p.to(gl.bfloat16), alpha, new_max, partial_sum * rescale[:, None] + by_quad
