@@ -83,7 +83,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from mlacast.kernels.triton import sparse_mla_decode
+    from mlacast.kernels.config import sparse_attention
 
     gpu = FakeGpu()
 
@@ -106,7 +106,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     for op in _OPERATIONS:
         module = importlib.import_module(f"mlacast.ops.{op}")
         monkeypatch.setattr(module, "arch_of", lambda device: ARCH)
-    monkeypatch.setattr(sparse_mla_decode, "plan_portable_decode", lambda *arguments: 3)
+    monkeypatch.setattr(sparse_attention, "plan_portable_decode", lambda *arguments: 3)
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     _forget()

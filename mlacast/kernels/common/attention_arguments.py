@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mlacast.descriptors.kv_format import KvFormat
 from mlacast.descriptors.rope import Rope
 from mlacast.kernels.config.attention import ScaleConfig
 
@@ -17,6 +18,32 @@ class Scales(NamedTuple):
     v_scale: float
     sm_scale_tensor: torch.Tensor
     v_scale_tensor: torch.Tensor
+
+    @property
+    def in_pairs(self) -> tuple[float, torch.Tensor, float, torch.Tensor]:
+        """Number and tensor of the scores, then of the values."""
+        return (self.sm_scale, self.sm_scale_tensor, self.v_scale, self.v_scale_tensor)
+
+
+class CachePool(NamedTuple):
+    """One cache of a sparse decode with its index rows, and how many entries of each count."""
+
+    cache: torch.Tensor
+    indices: torch.Tensor
+    lengths: torch.Tensor | None
+    kv_format: KvFormat
+
+
+def extra_pool(
+    cache: torch.Tensor | None,
+    indices: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    kv_format: KvFormat | None,
+) -> CachePool | None:
+    """The second pool of a call, None where there is none; never a part of one."""
+    if cache is None or indices is None or kv_format is None:
+        return None
+    return CachePool(cache, indices, lengths, kv_format)
 
 
 def query_operand(q: torch.Tensor) -> torch.Tensor:

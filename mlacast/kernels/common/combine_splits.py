@@ -6,7 +6,7 @@ maxima (base 2) and sums [splits, s_q, h_q].
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -51,28 +51,92 @@ _WIDTH = 128
 _FEW_ROWS = 1024
 
 
+class State(NamedTuple):
+    """Softmax state of heads: ``acc`` [BLOCK_H, 512], un-normalised, maxima and sums [BLOCK_H]."""
+
+    acc: Any
+    running_max: Any
+    running_sum: Any
+
+
+class Partials(NamedTuple):
+    """Where the states of splits lie, maxima in base 2."""
+
+    out_ptr: Any
+    max_ptr: Any
+    sum_ptr: Any
+
+
+class Heads(NamedTuple):
+    """Which heads a program has: those of ``token`` (int64) from ``start`` on."""
+
+    token: Any
+    start: Any
+    num_tokens: Any
+    num_heads: Any
+
+
 @triton.jit
-def store_split(
-    acc,
-    running_max,
-    running_sum,
-    partial_out_ptr,
-    partial_max_ptr,
-    partial_sum_ptr,
-    split,
-    token,
-    head_start,
-    num_tokens,
-    num_heads,
-):
-    """Leave the softmax state of a split: ``acc`` [BLOCK_H, 512], maxima and sums [BLOCK_H]."""
-    head = head_start + tl.arange(0, acc.shape[0])
-    row = (split * num_tokens + token) * num_heads + head
+def find_heads(num_tokens, num_heads, BLOCK_H: tl.constexpr):
+    """The `Heads` of a program, whose first number goes over blocks of heads, then over tokens."""
+    head_blocks = tl.cdiv(num_heads, BLOCK_H)
+    token = (tl.program_id(0) // head_blocks).to(tl.int64)
+    return Heads(token, (tl.program_id(0) % head_blocks) * BLOCK_H, num_tokens, num_heads)
+
+
+@triton.jit
+def find_split_blocks(total_blocks, split, num_splits):
+    """First block of a split and the one behind its last: equal runs, the last ones shorter."""
+    per_split = tl.cdiv(total_blocks, num_splits)
+    first = tl.minimum(split * per_split, total_blocks)
+    last = tl.minimum(first + per_split, total_blocks)
+    return first, last
+
+
+@triton.jit
+def _store_state(state, partials, split, heads):
+    """Leave the `State` of a split in its `Partials`."""
+    head = heads.start + tl.arange(0, state.acc.shape[0])  # [BLOCK_H]
+    row = (split * heads.num_tokens + heads.token) * heads.num_heads + head  # [BLOCK_H]
     d = tl.arange(0, 512)
-    mask = (head < num_heads)[:, None] & (d >= 0)[None, :]
-    tl.store(partial_out_ptr + row[:, None] * 512 + d[None, :], acc, mask=mask)
-    tl.store(partial_max_ptr + row, running_max, mask=head < num_heads)
-    tl.store(partial_sum_ptr + row, running_sum, mask=head < num_heads)
+    mask = (head < heads.num_heads)[:, None] & (d >= 0)[None, :]
+    tl.store(partials.out_ptr + row[:, None] * 512 + d[None, :], state.acc, mask=mask)
+    tl.store(partials.max_ptr + row, state.running_max, mask=head < heads.num_heads)
+    tl.store(partials.sum_ptr + row, state.running_sum, mask=head < heads.num_heads)
+
+
+@triton.jit
+def end_split(
+    state,
+    partials,
+    split,
+    heads,
+    sink_ptr,
+    angles,
+    lse_ptr,
+    target,
+    padding_rows,
+    IS_SPLIT: tl.constexpr,
+    END: tl.constexpr,
+    OUTPUT: tl.constexpr,
+):
+    """Leave the state of a split, or store lse and output of a row's only one.
+
+    ``state`` is a `State`, ``partials`` a `Partials`, ``heads`` a `Heads`, ``angles`` an `Angles`,
+    ``target`` a `Target`.
+    """
+    if IS_SPLIT:
+        _store_state(state, partials, split, heads)
+    else:
+        token, head_start, num_tokens, num_heads = heads
+        acc, running_max, running_sum = state
+        out, lse, _ = finish_rows(
+            acc, running_max, running_sum, sink_ptr, head_start, num_heads, angles, 0, END
+        )
+        head = head_start + tl.arange(0, acc.shape[0])  # [BLOCK_H]
+        tl.store(lse_ptr + token * num_heads + head, lse, mask=head < num_heads)
+        padding = tl.where(token == num_tokens - 1, padding_rows, 0)
+        store_output(out, head_start, num_heads, token, padding, target, 0, OUTPUT)
 
 
 @triton.jit(
@@ -113,15 +177,13 @@ def combine_splits_kernel(
     Partials are added in ascending order. A split without keys has the sum 0, the maximum -inf and
     a partial of zeros, written like any other.
     """
-    head_blocks = tl.cdiv(num_heads, BLOCK_H)
-    token = (tl.program_id(0) // head_blocks).to(tl.int64)
-    head_start = (tl.program_id(0) % head_blocks) * BLOCK_H
+    token, head_start, _, _ = find_heads(num_tokens, num_heads, BLOCK_H)
     head = head_start + tl.arange(0, BLOCK_H)
     in_range = head < num_heads
     first = tl.program_id(1) * WIDTH
     d = first + tl.arange(0, WIDTH)
     mask = in_range[:, None] & (d >= 0)[None, :]
-    row = token * num_heads + head
+    row = token * num_heads + head  # [BLOCK_H]
     step = num_tokens.to(tl.int64) * num_heads
     maxima = tl.full((BLOCK_H, _SPLITS_AT_ONCE), -float("inf"), tl.float32)
     for start in range(0, num_splits, _SPLITS_AT_ONCE):
@@ -138,11 +200,11 @@ def combine_splits_kernel(
     acc = tl.zeros((BLOCK_H, WIDTH), tl.float32)
     running_sum = tl.zeros((BLOCK_H,), tl.float32)
     for split in tl.range(0, num_splits, loop_unroll_factor=4):
-        part_row = split * step + row
+        part_row = split * step + row  # [BLOCK_H]
         part_max = tl.load(partial_max_ptr + part_row, mask=in_range, other=-float("inf"))
         part_sum = tl.load(partial_sum_ptr + part_row, mask=in_range, other=0.0)
         part = tl.load(partial_out_ptr + part_row[:, None] * 512 + d[None, :], mask=mask, other=0.0)
-        weight = tl.exp2(part_max - shift)
+        weight = tl.exp2(part_max - shift)  # [BLOCK_H]
         acc += part * weight[:, None]
         running_sum += part_sum * weight
     angles = find_angles(
@@ -192,6 +254,17 @@ def split_scratch(
         base, scratch = workspace, workspace[: floats * 4].view(torch.float32)
     views = [scratch, scratch[rows * 512 :], scratch[rows * 513 :]]
     return [launches.inside(base, view) for view in views]
+
+
+def split_places(
+    num_splits: int,
+    rows: int,
+    lse: torch.Tensor,
+    workspace: torch.Tensor | None,
+    launches: Launches,
+) -> list[torch.Tensor]:
+    """Scratch for the splits of ``rows`` rows; ``lse``, not touched, where they are not split."""
+    return split_scratch(num_splits * rows, workspace, launches) if num_splits > 1 else [lse] * 3
 
 
 def combine_splits(

@@ -5,6 +5,8 @@ buffer. Scales either multiply the operand, which is exact for powers of two, or
 block, in float32, where a block lies in one group of scales.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -20,6 +22,48 @@ from mlacast.kernels.common.store import (
 PLAIN = tl.constexpr(0)
 BLOCKS_128 = tl.constexpr(1)
 GROUPS_32 = tl.constexpr(2)
+
+
+class Activations(NamedTuple):
+    """The rows of a tile of a quantised buffer.
+
+    Attributes:
+        data: Pointers [BLOCK_M, 1] to their codes in the first group.
+        stride_data_group: Between groups.
+        sf_ptr: Scales of the buffer.
+        row: Numbers of the rows in the range, int64 [BLOCK_M].
+        row_start: The range's first row in the buffer.
+        stride_sf_token: Between rows of scales.
+        stride_sf_group: Between groups.
+        stride_sf_word: Between words of a group.
+    """
+
+    data: Any
+    stride_data_group: Any
+    sf_ptr: Any
+    row: Any
+    row_start: Any
+    stride_sf_token: Any
+    stride_sf_group: Any
+    stride_sf_word: Any
+
+
+class Weights(NamedTuple):
+    """The columns of a tile of the weights.
+
+    Attributes:
+        data: Pointers [BLOCK_N, 1] to their first feature in the first group.
+        stride_data_group: Between groups.
+        sf: Pointers to their scales, [BLOCK_N], or one of a block of columns.
+        stride_sf_group: Between groups.
+        stride_sf_word: Between words of a group.
+    """
+
+    data: Any
+    stride_data_group: Any
+    sf: Any
+    stride_sf_group: Any
+    stride_sf_word: Any
 
 
 @triton.jit
@@ -107,7 +151,7 @@ def _load_swizzled_word(
 
 
 @triton.jit
-def scaled_operand(
+def _scaled_operand(
     codes,
     sf,
     stride_word,
@@ -129,14 +173,14 @@ def scaled_operand(
     elif SOURCE.kind == NVFP4:
         tl.static_assert(BLOCK_K == 64, "four scales of a token are a word")
         wide = codes.to(tl.int32)
-        values = tl.interleave(decode_e2m1(wide & 0xF), decode_e2m1(wide >> 4))
+        values = tl.interleave(decode_e2m1(wide & 0xF), decode_e2m1(wide >> 4))  # [ROWS, BLOCK_K]
         blocks: tl.constexpr = SOURCE.features // 16
         first = group * blocks + start // 16
         word = _load_swizzled_word(
             sf, row, first, (group + 1) * blocks, SOURCE.sf_column_tiles, SOURCE.features
         )
         # A word starts with the scale of ``start``.
-        scale = _bytes_of_word(word, 0, BLOCK_K, 16)
+        scale = _bytes_of_word(word, 0, BLOCK_K, 16)  # [ROWS, BLOCK_K]
         return values * decode_e4m3(scale.to(tl.uint8))
     else:
         values = from_e4m3(codes, NATIVE)
@@ -149,7 +193,7 @@ def scaled_operand(
 
 
 @triton.jit
-def activation_factor(
+def _activation_factor(
     sf,
     stride_word,
     start,
@@ -175,7 +219,7 @@ def load_weights(rows, start, F: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def weight_operand(
+def _weight_operand(
     codes,
     sf,
     stride_word,
@@ -197,6 +241,96 @@ def weight_operand(
 
 
 @triton.jit
-def weight_factor(sf, stride_word, start):
+def _weight_factor(sf, stride_word, start):
     """Float32 scale of the 128 features around ``start``; ``sf`` points at the columns' first."""
     return tl.load(sf + tl.cast(start // 128, tl.int64) * stride_word)
+
+
+@triton.jit
+def _find_scales(activations, wide_group):
+    """Pointers [BLOCK_M] to a group's first scale; ``activations`` is an `Activations`."""
+    row = activations.row * activations.stride_sf_token
+    return activations.sf_ptr + (row + wide_group * activations.stride_sf_group)
+
+
+@triton.jit
+def load_factors(
+    activations, weights, wide_group, start, SOURCE: tl.constexpr, PRODUCT: tl.constexpr
+):
+    """Scales that multiply the product at ``start``: [BLOCK_M], and [BLOCK_N] or one number.
+
+    Pointers in their place where nothing does.
+    """
+    x_factor = activations.sf_ptr
+    w_factor = weights.sf
+    if PRODUCT.x_factor:
+        sf = _find_scales(activations, wide_group)
+        x_factor = _activation_factor(sf, activations.stride_sf_word, start, SOURCE)
+    if PRODUCT.w_factor:
+        group_sf = weights.sf + wide_group * weights.stride_sf_group
+        w_factor = _weight_factor(group_sf, weights.stride_sf_word, start)
+    return x_factor, w_factor
+
+
+@triton.jit
+def make_operands(
+    x,
+    w,
+    activations,
+    weights,
+    group,
+    start,
+    SOURCE: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """What the matrix unit multiplies, [BLOCK_M, BLOCK_K] and [BLOCK_N, BLOCK_K], of codes."""
+    if PRODUCT.multiplies_codes:
+        x = x.to(tl.float8e4nv, bitcast=True)
+        w = w.to(tl.float8e4nv, bitcast=True)
+    else:
+        wide_group = group.to(tl.int64)
+        sf = activations.sf_ptr
+        if SOURCE.kind != NVFP4:
+            sf = _find_scales(activations, wide_group)
+        x = _scaled_operand(
+            x,
+            sf,
+            activations.stride_sf_word,
+            activations.row_start + activations.row,
+            group,
+            start,
+            SOURCE,
+            BLOCK_K,
+            PRODUCT.x_operand,
+            NATIVE,
+        ).to(COMPUTE)
+        w = _weight_operand(
+            w,
+            weights.sf + wide_group * weights.stride_sf_group,
+            weights.stride_sf_word,
+            start,
+            PRODUCT.weight_kind,
+            BLOCK_K,
+            PRODUCT.w_operand,
+            NATIVE,
+        ).to(COMPUTE)
+    return x, w
+
+
+@triton.jit
+def add_product(acc, x, w, x_factor, w_factor, PRODUCT: tl.constexpr):
+    """``acc`` [BLOCK_M, BLOCK_N] and the product of a step, times its factors if there are any."""
+    if PRODUCT.x_factor or PRODUCT.w_factor:
+        part = tl.dot(x, tl.trans(w), input_precision="ieee", out_dtype=tl.float32)
+        if PRODUCT.x_factor and PRODUCT.w_factor:
+            factor = (x_factor * w_factor)[:, None]
+        elif PRODUCT.x_factor:
+            factor = x_factor[:, None]
+        else:
+            factor = w_factor
+        return tl.fma(part, tl.broadcast_to(factor, acc.shape), acc)
+    else:
+        return tl.dot(x, tl.trans(w), acc, input_precision="ieee")

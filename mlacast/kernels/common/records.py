@@ -45,7 +45,7 @@ def _bf16_columns(cache_ptr, start, first: tl.constexpr, valid, D: tl.constexpr)
     high = tl.load(
         cache_ptr + start[:, None] + (2 * (columns - first) + 1)[None, :], mask=inside, other=0
     )
-    bits = (low.to(tl.int32) | (high.to(tl.int32) << 8)) << 16
+    bits = (low.to(tl.int32) | (high.to(tl.int32) << 8)) << 16  # [BLOCK_N, D]
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -64,7 +64,7 @@ def load_records(cache, page, offset, valid, POOL: tl.constexpr):
     page_size = cache.page_size
     d = tl.arange(0, 512)
     mask = valid[:, None] & (d >= 0)[None, :]
-    page_start = page * cache.stride_page
+    page_start = page * cache.stride_page  # [BLOCK_N]
     if FORMAT == "rows":
         start = page_start + offset * stride_token
         return tl.load(cache_ptr + start[:, None] + d[None, :], mask=mask, other=0.0)
@@ -72,19 +72,19 @@ def load_records(cache, page, offset, valid, POOL: tl.constexpr):
         return decode_e4m3(_bytes(cache_ptr, page_start + offset * stride_token, d, mask))
     elif FORMAT == "v32":
         start = page_start + offset * 656
-        values = decode_e4m3(_bytes(cache_ptr, start, d, mask))
+        values = decode_e4m3(_bytes(cache_ptr, start, d, mask))  # [BLOCK_N, 512]
         # The scales are read byte by byte: a page may start at any address.
         lane = tl.arange(0, 16)
         raw = _bytes(cache_ptr, start + 512, lane, valid[:, None] & (lane >= 0)[None, :])
         shifted = tl.reshape(raw.to(tl.int32) << ((lane % 4) * 8)[None, :], (BLOCK_N, 4, 4))
-        scales = tl.sum(shifted, 2).to(tl.float32, bitcast=True)
+        scales = tl.sum(shifted, 2).to(tl.float32, bitcast=True)  # [BLOCK_N, 4]
         return _scaled(values, scales, BLOCK_N, 4, 128)
     elif FORMAT == "v4":
         start = page_start + offset * 576
-        codes = _bytes(cache_ptr, start, d, valid[:, None] & (d < 448)[None, :])
+        codes = _bytes(cache_ptr, start, d, valid[:, None] & (d < 448)[None, :])  # [BLOCK_N, 512]
         lane = tl.arange(0, 8)
         footer = page_start + page_size * 576 + offset * 8
-        raw = _bytes(cache_ptr, footer, lane, valid[:, None] & (lane < 7)[None, :])
+        raw = _bytes(cache_ptr, footer, lane, valid[:, None] & (lane < 7)[None, :])  # [BLOCK_N, 8]
         nope = _scaled(decode_e4m3(codes), decode_ue8m0(raw.to(tl.int32)), BLOCK_N, 8, 64)
         rope = _bf16_columns(cache_ptr, start + 448, 448, valid, 512)
         return tl.where((d < 448)[None, :], nope, rope)

@@ -81,7 +81,7 @@ def _store_scales(
     LAYOUT: gl.constexpr = scales.type.layout
     head = head_start + opaque(gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT)))
     block = FIRST // GROUP + opaque(gl.arange(0, BLOCKS, gl.SliceLayout(0, LAYOUT)))
-    within = head % HEADS
+    within = head % HEADS  # [heads]
     group = (head // HEADS).to(gl.int64) * stride_group
     mask = (head < num_heads)[:, None] & (block >= 0)[None, :]
     if OUTPUT.kind == FP8_UE8M0:
@@ -126,7 +126,7 @@ def _quantise_groups(x, KIND: gl.constexpr, GROUP: gl.constexpr, AMAX_FLOOR: gl.
     A group with a NaN has only NaN codes; an infinity takes the largest scale.
     """
     grouped = gl.reshape(x, (x.shape[0], x.shape[1] // GROUP, GROUP))
-    amax = gl.reduce(gl.abs(grouped), 2, max_or_nan)
+    amax = gl.reduce(gl.abs(grouped), 2, max_or_nan)  # [heads, n / GROUP]
     has_nan = amax != amax
     floored = gl.maximum(amax, AMAX_FLOOR)
     if KIND == FP8_FLOAT32:

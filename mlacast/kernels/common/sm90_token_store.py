@@ -7,6 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from mlacast.kernels.common.sm90_division import reciprocal
+from mlacast.kernels.common.sm90_group_scales import group_scales, over_scales
 from mlacast.kernels.common.sm90_nvfp4 import swizzled_row, to_nvfp4
 from mlacast.kernels.common.sm90_pack import pack_bf16, pack_e4m3
 from mlacast.kernels.common.sm90_rotation import (
@@ -15,7 +16,6 @@ from mlacast.kernels.common.sm90_rotation import (
     opaque_rows,
     row_offset,
 )
-from mlacast.kernels.common.sm90_scaled_store import group_scales, over_scales
 from mlacast.kernels.common.sm90_store import BF16, FP8_TENSOR, FP8_UE8M0, NVFP4
 
 BLOCK_ROWS = gl.constexpr(64)
@@ -35,8 +35,8 @@ def _store_values(
     WORD: gl.constexpr = 1 if PER_VALUE == 1 else 4
     if WORD == 4:
         data_ptr = data_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-    local = opaque_rows(gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+    local = opaque_rows(gl.SliceLayout(1, LAYOUT))  # [64]
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))  # [COLUMNS]
     within = head % group_heads
     start = aligned_offset(head // group_heads, stride_group // WORD)
     if OUTPUT.chunk32:
@@ -67,10 +67,10 @@ def _store_scale_rows(
     sf_ptr, stride_token, stride_group, stride_word, row_start, tiles, _, _ = rows_of_scales
     GROUP: gl.constexpr = OUTPUT.group
     LAYOUT: gl.constexpr = scales.type.layout
-    local = opaque_rows(gl.SliceLayout(1, LAYOUT))
+    local = opaque_rows(gl.SliceLayout(1, LAYOUT))  # [64]
     # Scales of 64 values are there, and stored, twice.
     COPIES: gl.constexpr = 2 if GROUP == 64 else 1
-    place = opaque(gl.arange(0, scales.shape[1], gl.SliceLayout(0, LAYOUT)))
+    place = opaque(gl.arange(0, scales.shape[1], gl.SliceLayout(0, LAYOUT)))  # [n]
     block = FIRST + place // COPIES
     mask = ((local >= first) & (local < stop))[:, None]
     if OUTPUT.kind == NVFP4:

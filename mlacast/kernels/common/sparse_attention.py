@@ -115,13 +115,13 @@ def load_query(
         576-wide query; else zeros nobody reads), in the query's dtype (float16 for e4m3 codes,
         which come without norm and rotation), and the base-2 score scale [BLOCK_H].
     """
-    head = head_start + tl.arange(0, BLOCK_H)
+    head = head_start + tl.arange(0, BLOCK_H)  # [BLOCK_H]
     d = tl.arange(0, 512)
     mask = (head < num_heads)[:, None] & (d >= 0)[None, :]
     base = q_ptr + token * stride_q_token
-    offsets = _query_offsets(head, d, stride_q_head, num_heads, QUERY.chunk16)
+    offsets = _query_offsets(head, d, stride_q_head, num_heads, QUERY.chunk16)  # [BLOCK_H, 512]
     if QUERY.is_rotated and QUERY.d_qk == 512:
-        partner = partner_column(d, 512, QUERY.half_pairing)
+        partner = partner_column(d, 512, QUERY.half_pairing)  # [512]
         partners = _query_offsets(head, partner, stride_q_head, num_heads, QUERY.chunk16)
         q = load_rotated(base, offsets, partners, mask, angles, 512, QUERY.half_pairing)
     else:
@@ -129,13 +129,13 @@ def load_query(
     scale = tl.full((BLOCK_H,), 0.0, tl.float32) + sm_scale * LOG2_E
     if QUERY.has_norm:
         # The norm is that of the un-rotated query.
-        raw = tl.load(base + offsets, mask=mask, other=0.0).to(tl.float32)
+        raw = tl.load(base + offsets, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_H, 512]
         scale *= tl.rsqrt(tl.sum(raw * raw, 1) / 512.0 + eps)
     tail = tl.zeros((BLOCK_H, 64), q.dtype)
     if QUERY.d_qk == 576:
         tail_d = tl.arange(0, 64)
         tail_mask = (head < num_heads)[:, None] & (tail_d >= 0)[None, :]
-        tail_rows = head.to(tl.int64)[:, None] * stride_q_head
+        tail_rows = head.to(tl.int64)[:, None] * stride_q_head  # [BLOCK_H, 1]
         tail_offsets = tail_rows + (512 + tail_d)[None, :]
         if QUERY.is_rotated:
             partners = tail_rows + (512 + partner_column(tail_d, 64, QUERY.half_pairing))[None, :]
@@ -167,17 +167,17 @@ def attend_block(
     ``valid`` are not read.
     """
     q = query.main
-    k = load_records(cache, page, offset, valid, POOL).to(q.dtype)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    k = load_records(cache, page, offset, valid, POOL).to(q.dtype)  # [BLOCK_N, 512]
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_H, BLOCK_N]
     if QUERY.d_qk == 576:
-        k_tail = load_rope_tail(cache, page, offset, valid, POOL).to(q.dtype)
+        k_tail = load_rope_tail(cache, page, offset, valid, POOL).to(q.dtype)  # [BLOCK_N, 64]
         scores = tl.dot(query.tail, tl.trans(k_tail), scores, input_precision="ieee")
     scores = tl.where(valid[None, :], scores * query.score_scale[:, None], -float("inf"))
-    new_max = tl.maximum(running_max, tl.max(scores, 1))
+    new_max = tl.maximum(running_max, tl.max(scores, 1))  # [BLOCK_H]
     # -inf - -inf is NaN: shift by 0 while nothing valid has been seen.
     shift = tl.where(new_max == -float("inf"), 0.0, new_max)
     alpha = tl.exp2(running_max - shift)
-    weights = tl.exp2(scores - shift[:, None])
+    weights = tl.exp2(scores - shift[:, None])  # [BLOCK_H, BLOCK_N]
     running_sum = running_sum * alpha + tl.sum(weights, 1)
     acc = tl.dot(weights.to(q.dtype), k, acc * alpha[:, None], input_precision="ieee")
     return acc, new_max, running_sum
@@ -206,7 +206,7 @@ def attend_pool(
     """
     lane = tl.arange(0, BLOCK_N)
     for block in range(first_block, last_block):
-        column = block * BLOCK_N + lane
+        column = block * BLOCK_N + lane  # [BLOCK_N]
         slot = tl.load(indices_ptr + column, mask=column < length, other=-1)
         valid = (slot >= 0) & (slot < num_slots)
         slot = tl.where(valid, slot, 0).to(tl.int64)
@@ -236,7 +236,7 @@ def finish_rows(
         out [BLOCK_H, WIDTH] (zeros for a row without keys), lse and the largest logit [BLOCK_H],
         natural units, -inf for a row without keys.
     """
-    empty = running_sum == 0.0
+    empty = running_sum == 0.0  # [BLOCK_H]
     divisor = tl.where(empty, 1.0, running_sum)
     max_logits = running_max * LN_2
     lse = tl.where(empty, -float("inf"), (running_max + tl.log2(divisor)) * LN_2)

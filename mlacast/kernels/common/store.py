@@ -168,7 +168,7 @@ def _nvfp4_pairs(out, global_scale, NATIVE: tl.constexpr):
         multiplier = tl.math.div_rn(global_scale, decoded)
         multiplier = tl.where(counts, multiplier, tl.where(has_nan, float("nan"), 0.0))
         kept = tl.where(counts, -0x80000000, 0)
-        low, high = tl.split(tl.reshape(out, (ROWS, WIDTH // 16, 8, 2)))
+        low, high = tl.split(tl.reshape(out, (ROWS, WIDTH // 16, 8, 2)))  # [ROWS, blocks, 8]
         factor = tl.broadcast_to(tl.expand_dims(multiplier, 2), low.shape)
         kept = tl.broadcast_to(tl.expand_dims(kept, 2), low.shape)
         pairs = to_e2m1_pairs(low, high, factor, kept)
@@ -180,7 +180,7 @@ def _nvfp4_pairs(out, global_scale, NATIVE: tl.constexpr):
         multiplier = tl.where(
             sf == 0, 0.0, tl.math.div_rn(global_scale, tl.where(sf == 0, 1.0, decoded))
         )
-        codes = encode_e2m1_numbers(grouped * tl.expand_dims(multiplier, 2))
+        codes = encode_e2m1_numbers(grouped * tl.expand_dims(multiplier, 2))  # [ROWS, blocks, 16]
         kept = tl.expand_dims(tl.where(has_nan | (sf == 0), 0, 0xF), 2)
         codes = (codes & kept) | tl.expand_dims(tl.where(has_nan, 0x7, 0), 2)
         low, high = tl.split(tl.reshape(codes, (ROWS, WIDTH // 2, 2)))
@@ -272,10 +272,10 @@ def store_rows(
     KIND: tl.constexpr = OUTPUT.kind
     GROUP: tl.constexpr = OUTPUT.group
     F: tl.constexpr = OUTPUT.features
-    d = first + tl.arange(0, WIDTH)[None, :]
+    d = first + tl.arange(0, WIDTH)[None, :]  # [1, WIDTH]
     columns = head * D + d < FEATURES if FEATURES else d >= 0
     group, position = _positions(head, d, F, OUTPUT.chunk32, D)
-    data = _group_ptr(target, row, group)
+    data = _group_ptr(target, row, group)  # [ROWS, WIDTH]
     if KIND == BF16:
         dtype: tl.constexpr = target.data_ptr.dtype.element_ty
         tl.store(data + position, out.to(dtype), mask=mask & columns)
@@ -296,7 +296,7 @@ def store_rows(
             grouped = tl.reshape(out, (ROWS, BLOCKS, GROUP))
             codes, scales = _fp8_codes(grouped, KIND, OUTPUT.amax_floor, NATIVE)
             tl.store(data + position, tl.reshape(codes, (ROWS, WIDTH)), mask=mask & columns)
-        block = first // GROUP + tl.arange(0, BLOCKS)[None, :]
+        block = first // GROUP + tl.arange(0, BLOCKS)[None, :]  # [1, BLOCKS]
         has_scale = block >= 0
         if FEATURES:
             # Columns that pad the swizzled layout hold the scales of nothing, which are zero.

@@ -129,6 +129,67 @@ def plan_hopper_decode(
     return choose_decode_splits(tiles, blocks, num_multiprocessors(device), batch_invariant)
 
 
+class HopperDecodePlan(NamedTuple):
+    """How the Hopper decode is launched.
+
+    Attributes:
+        work: How the kernel cuts the call.
+        num_splits: Items that share the keys of a row.
+        num_items: Items of the call.
+        num_programs: Programs that take them in turn.
+    """
+
+    work: WorkConfig
+    num_splits: int
+    num_items: int
+    num_programs: int
+
+
+class PortableDecodePlan(NamedTuple):
+    """How the portable decode is launched.
+
+    Attributes:
+        tiles: Tile of a program.
+        num_splits: Programs that share the keys of a row.
+        num_programs: Programs of a split.
+    """
+
+    tiles: TileConfig
+    num_splits: int
+    num_programs: int
+
+
+def hopper_decode_plan(
+    s_q: int,
+    h_q: int,
+    width: int,
+    device: torch.device,
+    num_splits: int | None,
+    batch_invariant: bool,
+) -> HopperDecodePlan:
+    """Plan a launch over ``width`` index columns of both lists; ``num_splits`` as in the call."""
+    splits = num_splits or plan_hopper_decode(s_q, h_q, width, device, batch_invariant)
+    work = work_config(h_q, splits)
+    items = s_q * work.head_blocks * splits
+    return HopperDecodePlan(work, splits, items, min(items, num_multiprocessors(device)))
+
+
+def portable_decode_plan(
+    s_q: int,
+    h_q: int,
+    width: int,
+    device: torch.device,
+    num_splits: int | None,
+    batch_invariant: bool,
+) -> PortableDecodePlan:
+    """Plan a launch over ``width`` index columns of both lists; ``num_splits`` as in the call."""
+    tiles = tile_config(h_q)
+    splits = num_splits or plan_portable_decode(s_q, h_q, width, device, batch_invariant)
+    # No more splits than blocks; but two stay two, so that a narrower list runs the same variant.
+    splits = min(splits, max(-(-width // tiles.block_n), 2))
+    return PortableDecodePlan(tiles, splits, s_q * -(-h_q // tiles.block_h))
+
+
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a device; 1 where there are none to ask about."""

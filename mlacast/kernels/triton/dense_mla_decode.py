@@ -16,20 +16,23 @@ from mlacast.kernels.common.attention_arguments import (
 from mlacast.kernels.common.combine_splits import (
     UNALIGNED_IN_EPILOGUE,
     VARYING_IN_EPILOGUE,
+    Partials,
+    State,
     combine_splits,
-    split_scratch,
-    store_split,
+    end_split,
+    find_heads,
+    find_split_blocks,
+    split_places,
 )
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.records import Cache
 from mlacast.kernels.common.sparse_attention import (
     Angles,
     attend_block,
-    finish_rows,
     load_query,
     load_scales,
 )
-from mlacast.kernels.common.store import Target, store_output
+from mlacast.kernels.common.store import Target
 from mlacast.kernels.common.targets import store_target
 from mlacast.kernels.config.attention import end_config, pool_config, query_config
 from mlacast.kernels.config.sparse_attention import choose_num_splits, tile_config
@@ -109,9 +112,8 @@ def _dense_mla_decode_kernel(
     """
     BLOCK_H: tl.constexpr = TILES.block_h
     BLOCK_N: tl.constexpr = TILES.block_n
-    head_blocks = tl.cdiv(num_heads, BLOCK_H)
-    token = (tl.program_id(0) // head_blocks).to(tl.int64)
-    head_start = (tl.program_id(0) % head_blocks) * BLOCK_H
+    heads = find_heads(num_tokens, num_heads, BLOCK_H)
+    token, head_start, _, _ = heads
     split = tl.program_id(1)
     request = token // per_request
     within = token - request * per_request
@@ -120,9 +122,7 @@ def _dense_mla_decode_kernel(
     if CAUSAL:
         length = tl.maximum(length - (per_request - 1 - within), 0)
     total_blocks = tl.cdiv(length, BLOCK_N)
-    per_split = tl.cdiv(total_blocks, num_splits)
-    first = tl.minimum(split * per_split, total_blocks)
-    last = tl.minimum(first + per_split, total_blocks)
+    first, last = find_split_blocks(total_blocks, split, num_splits)
     sm_scale, v_scale = load_scales(sm_scale, v_scale, sm_scale_ptr, v_scale_ptr, SCALES)
     # Nothing is rotated.
     angles = Angles(sink_ptr, 0, 0)
@@ -146,7 +146,7 @@ def _dense_mla_decode_kernel(
     table = page_table_ptr + request * stride_table
     cache = Cache(cache_ptr, stride_page, stride_slot, page_size)
     for block in range(first, last):
-        position = block * BLOCK_N + lane
+        position = block * BLOCK_N + lane  # [BLOCK_N]
         entry = position // page_size
         page = tl.load(table + entry, mask=position < length, other=-1)
         valid = (page >= 0) & (page < num_pages)
@@ -157,39 +157,31 @@ def _dense_mla_decode_kernel(
         )
     # The merge of splits is linear in their outputs.
     acc *= v_scale
-    if IS_SPLIT:
-        store_split(
-            acc,
-            running_max,
-            running_sum,
-            partial_out_ptr,
-            partial_max_ptr,
-            partial_sum_ptr,
-            split,
-            token,
-            head_start,
-            num_tokens,
-            num_heads,
-        )
-    else:
-        out, lse, _ = finish_rows(
-            acc, running_max, running_sum, sink_ptr, head_start, num_heads, angles, 0, END
-        )
-        head = head_start + tl.arange(0, BLOCK_H)
-        tl.store(lse_ptr + token * num_heads + head, lse, mask=head < num_heads)
-        target = Target(
-            data_ptr,
-            sf_ptr,
-            scale_ptr,
-            stride_data_token,
-            stride_data_group,
-            stride_sf_token,
-            stride_sf_group,
-            stride_sf_word,
-            row_start,
-        )
-        padding = tl.where(token == num_tokens - 1, padding_rows, 0)
-        store_output(out, head_start, num_heads, token, padding, target, 0, OUTPUT)
+    target = Target(
+        data_ptr,
+        sf_ptr,
+        scale_ptr,
+        stride_data_token,
+        stride_data_group,
+        stride_sf_token,
+        stride_sf_group,
+        stride_sf_word,
+        row_start,
+    )
+    end_split(
+        State(acc, running_max, running_sum),
+        Partials(partial_out_ptr, partial_max_ptr, partial_sum_ptr),
+        split,
+        heads,
+        sink_ptr,
+        angles,
+        lse_ptr,
+        target,
+        padding_rows,
+        IS_SPLIT,
+        END,
+        OUTPUT,
+    )
 
 
 def launch_dense_mla_decode(
@@ -219,9 +211,7 @@ def launch_dense_mla_decode(
     programs = num_tokens * triton.cdiv(num_heads, tiles.block_h)
     width = page_table.shape[1] * k_cache.shape[1]
     splits = num_splits or choose_num_splits(programs, width, tiles.block_n, q.device, False)
-    partials: list[torch.Tensor] = [lse, lse, lse]
-    if splits > 1:
-        partials = split_scratch(splits * num_tokens * num_heads, None, launches)
+    partials = split_places(splits, num_tokens * num_heads, lse, None, launches)
     # Sink, then a table and positions that nothing reads.
     rope_places = rope_arguments(attn_sink, None, lse, seq_lens)
     end = end_config(d_qk, attn_sink)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -77,31 +79,97 @@ def _find_tile(cu_ptr, num_sequences, num_tokens, tile, BLOCK_M: tl.constexpr):
     return sequence, start, stop, number
 
 
+class Query(NamedTuple):
+    """Rows of a tile: the first 128 dimensions [BLOCK_M, 128] and the last 64 [BLOCK_M, 64]."""
+
+    main: Any
+    tail: Any
+
+
+class Keys(NamedTuple):
+    """Keys and values of a sequence, and which of them rows see.
+
+    Attributes:
+        k: Pointer to the first dimension of key 0.
+        v: To that of its value.
+        stride_k_token: Between keys.
+        stride_v_token: Between values.
+        count: How many there are.
+        last: The last one that each row sees, [BLOCK_M].
+    """
+
+    k: Any
+    v: Any
+    stride_k_token: Any
+    stride_v_token: Any
+    count: Any
+    last: Any
+
+
+@triton.jit
+def _find_keys(cu_ptr, sequence, num_sequences, num_keys):
+    """First key of a sequence and how many it has; the tokens around all sequences have none."""
+    start = 0
+    count = 0
+    if (sequence >= 0) & (sequence < num_sequences):
+        start = tl.minimum(tl.maximum(tl.load(cu_ptr + sequence), 0), num_keys)
+        stop = tl.minimum(tl.maximum(tl.load(cu_ptr + sequence + 1), 0), num_keys)
+        count = tl.maximum(stop - start, 0)
+    return start, count
+
+
+@triton.jit
+def _find_visible(row, first_row, length, keys, TILES: tl.constexpr, CAUSAL: tl.constexpr):
+    """Which of ``keys`` keys a tile sees: the last of each ``row`` [BLOCK_M], ends of the blocks.
+
+    Returns:
+        The last keys, the end of those that every row sees, in whole blocks, and of those that any
+        row sees.
+    """
+    last = row + (keys - length)
+    end, whole = keys, keys
+    if CAUSAL:
+        end = tl.minimum(keys, tl.maximum(first_row + TILES.block_m + keys - length, 0))
+        whole = tl.minimum(keys, tl.maximum(first_row + 1 + keys - length, 0))
+    else:
+        last = row * 0 + keys
+    return last, whole // TILES.block_n * TILES.block_n, end
+
+
+@triton.jit
+def _load_query(q_ptr, stride_token, stride_head, token, head, in_range, sign):
+    """The `Query` of ``token`` [BLOCK_M], times ``sign``; zeros where not ``in_range``."""
+    d = tl.arange(0, 128)
+    tail = 128 + tl.arange(0, 64)
+    rows = q_ptr + (token * stride_token + head.to(tl.int64) * stride_head)[:, None]
+    q = tl.load(rows + d[None, :], mask=in_range[:, None], other=0.0)
+    q = (q.to(tl.float32) * sign).to(q.dtype)
+    q_tail = tl.load(rows + tail[None, :], mask=in_range[:, None], other=0.0)
+    q_tail = (q_tail.to(tl.float32) * sign).to(q_tail.dtype)
+    return Query(q, q_tail)
+
+
 @triton.jit
 def _attend(
-    q,
-    q_tail,
-    acc,
-    running_max,
-    running_sum,
-    k,
-    v,
-    stride_k_token,
-    stride_v_token,
-    score_scale,
+    query,
+    state,
+    keys_of_rows,
     first_key,
     stop_key,
-    last_key,
-    num_keys,
+    score_scale,
     IS_MASKED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """Fold keys ``first_key``.. below ``stop_key`` of a sequence into the softmax state.
 
-    ``k`` and ``v`` are pointers to the first dimension of its key 0. With IS_MASKED row i sees the
-    keys up to ``last_key[i]`` below ``num_keys``; without, every row sees all of whole blocks.
+    ``query`` is a `Query`, ``keys_of_rows`` a `Keys`. The state is the un-normalised output
+    [BLOCK_M, 128], maxima (base 2) and sums [BLOCK_M]. With IS_MASKED row i sees the keys up to
+    ``last[i]`` below their count; without, every row sees all of whole blocks.
     """
+    BLOCK_M: tl.constexpr = TILES.block_m
+    BLOCK_N: tl.constexpr = TILES.block_n
+    acc, running_max, running_sum = state
+    k, v, stride_k_token, stride_v_token, num_keys, last_key = keys_of_rows
     lane = tl.arange(0, BLOCK_N)
     d = tl.arange(0, 128)
     tail = 128 + tl.arange(0, 64)
@@ -117,17 +185,18 @@ def _attend(
             key_tails = tl.load(k_rows + tail[None, :], mask=exists, other=0.0)
             values = tl.load(v_rows + d[None, :], mask=exists, other=0.0)
         else:
-            keys = tl.load(k_rows + d[None, :])
-            key_tails = tl.load(k_rows + tail[None, :])
-            values = tl.load(v_rows + d[None, :])
-        scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
-        scores = tl.dot(q_tail, tl.trans(key_tails), scores, input_precision="ieee")
+            keys = tl.load(k_rows + d[None, :])  # [BLOCK_N, 128]
+            key_tails = tl.load(k_rows + tail[None, :])  # [BLOCK_N, 64]
+            values = tl.load(v_rows + d[None, :])  # [BLOCK_N, 128]
+        # [BLOCK_M, BLOCK_N]
+        scores = tl.dot(query.main, tl.trans(keys), input_precision="ieee")
+        scores = tl.dot(query.tail, tl.trans(key_tails), scores, input_precision="ieee")
         if IS_MASKED:
             key = first + lane[None, :]
             scores = tl.where((key <= last_key[:, None]) & (key < num_keys), scores, -float("inf"))
         new_max = tl.maximum(running_max, tl.max(scores, 1) * score_scale)
         # -inf - -inf is NaN: shift by 0 while no key has been seen.
-        shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+        shift = tl.where(new_max == -float("inf"), 0.0, new_max)  # [BLOCK_M]
         alpha = tl.exp2(running_max - shift)
         negated = tl.broadcast_to(-shift[:, None], (BLOCK_M, BLOCK_N))
         weights = tl.exp2(tl.fma(scores, scale, negated))
@@ -186,7 +255,6 @@ def _dense_mla_prefill_kernel(
     0 included, is multiplied into the query.
     """
     BLOCK_M: tl.constexpr = TILES.block_m
-    BLOCK_N: tl.constexpr = TILES.block_n
     per_round = tiles * heads_at_a_time
     first_head = (tl.program_id(0) // per_round) * heads_at_a_time
     round_heads = tl.minimum(heads_at_a_time, num_heads - first_head)
@@ -199,77 +267,23 @@ def _dense_mla_prefill_kernel(
         return
     length = stop - start
     first_row = number * BLOCK_M
-    row = first_row + tl.arange(0, BLOCK_M)
+    row = first_row + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     in_range = row < length
     token = (start + row).to(tl.int64)
-    key_start = 0
-    keys = 0
-    if (sequence >= 0) & (sequence < num_sequences):
-        key_start = tl.minimum(tl.maximum(tl.load(cu_k_ptr + sequence), 0), num_keys)
-        key_stop = tl.minimum(tl.maximum(tl.load(cu_k_ptr + sequence + 1), 0), num_keys)
-        keys = tl.maximum(key_stop - key_start, 0)
-    # The last key that each row sees; all of them below ``whole`` are seen by every row.
-    last_key = row + (keys - length)
-    end, whole = keys, keys
-    if CAUSAL:
-        end = tl.minimum(keys, tl.maximum(first_row + BLOCK_M + keys - length, 0))
-        whole = tl.minimum(keys, tl.maximum(first_row + 1 + keys - length, 0))
-    else:
-        last_key = row * 0 + keys
-    whole = whole // BLOCK_N * BLOCK_N
-
-    d = tl.arange(0, 128)
-    tail = 128 + tl.arange(0, 64)
-    q_rows = q_ptr + (token * stride_q_token + head.to(tl.int64) * stride_q_head)[:, None]
-    q = tl.load(q_rows + d[None, :], mask=in_range[:, None], other=0.0)
-    q = (q.to(tl.float32) * query_sign).to(q.dtype)
-    q_tail = tl.load(q_rows + tail[None, :], mask=in_range[:, None], other=0.0)
-    q_tail = (q_tail.to(tl.float32) * query_sign).to(q_tail.dtype)
+    key_start, keys = _find_keys(cu_k_ptr, sequence, num_sequences, num_keys)
+    last_key, whole, end = _find_visible(row, first_row, length, keys, TILES, CAUSAL)
+    query = _load_query(q_ptr, stride_q_token, stride_q_head, token, head, in_range, query_sign)
     key_head = (head // heads_per_key_head).to(tl.int64)
     k = k_ptr + (key_start.to(tl.int64) * stride_k_token + key_head * stride_k_head)
     v = v_ptr + (key_start.to(tl.int64) * stride_v_token + key_head * stride_v_head)
+    keys_of_rows = Keys(k, v, stride_k_token, stride_v_token, keys, last_key)
     acc = tl.zeros((BLOCK_M, 128), tl.float32)
     running_max = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-    running_sum = tl.zeros((BLOCK_M,), tl.float32)
-    acc, running_max, running_sum = _attend(
-        q,
-        q_tail,
-        acc,
-        running_max,
-        running_sum,
-        k,
-        v,
-        stride_k_token,
-        stride_v_token,
-        score_scale,
-        0,
-        whole,
-        last_key,
-        keys,
-        False,
-        BLOCK_M,
-        BLOCK_N,
-    )
-    acc, running_max, running_sum = _attend(
-        q,
-        q_tail,
-        acc,
-        running_max,
-        running_sum,
-        k,
-        v,
-        stride_k_token,
-        stride_v_token,
-        score_scale,
-        whole,
-        end,
-        last_key,
-        keys,
-        True,
-        BLOCK_M,
-        BLOCK_N,
-    )
-    is_empty = running_sum == 0.0
+    state = (acc, running_max, tl.zeros((BLOCK_M,), tl.float32))
+    state = _attend(query, state, keys_of_rows, 0, whole, score_scale, False, TILES)
+    state = _attend(query, state, keys_of_rows, whole, end, score_scale, True, TILES)
+    acc, running_max, running_sum = state
+    is_empty = running_sum == 0.0  # [BLOCK_M]
     divisor = tl.where(is_empty, 1.0, running_sum)
     lse = tl.where(is_empty, -float("inf"), (running_max + tl.log2(divisor)) * LN_2)
     tl.store(lse_ptr + head.to(tl.int64) * num_tokens + token, lse, mask=in_range)

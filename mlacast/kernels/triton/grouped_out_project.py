@@ -18,12 +18,13 @@ from mlacast.kernels.common.fp8_casts import has_fp8_casts
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.project_operands import (
     BLOCKS_128,
-    activation_factor,
+    Activations,
+    Weights,
+    add_product,
     load_codes,
+    load_factors,
     load_weights,
-    scaled_operand,
-    weight_factor,
-    weight_operand,
+    make_operands,
 )
 from mlacast.kernels.common.store import FP8_TENSOR, NVFP4
 from mlacast.kernels.common.targets import store_target
@@ -95,8 +96,8 @@ def _project_kernel(
     column_blocks = tl.cdiv(num_columns, BLOCK_N)
     first_token = (tl.program_id(0) // column_blocks) * BLOCK_M
     first_column = (tl.program_id(0) % column_blocks) * BLOCK_N
-    token = first_token + tl.arange(0, BLOCK_M)
-    column = first_column + tl.arange(0, BLOCK_N)
+    token = first_token + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    column = first_column + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     row = tl.minimum(token, num_tokens - 1).to(tl.int64)
     weight_row = tl.minimum(column, num_columns - 1).to(tl.int64)
     data_rows = data_ptr + (row * stride_data_token)[:, None]
@@ -107,82 +108,44 @@ def _project_kernel(
         weight_sf = weight_sf_ptr + (first_column // 128).to(tl.int64) * stride_weight_sf_column
     else:
         weight_sf = weight_sf_ptr + weight_row * stride_weight_sf_column
+    activations = Activations(
+        data_rows,
+        stride_data_group,
+        sf_ptr,
+        row,
+        row_start,
+        stride_sf_token,
+        stride_sf_group,
+        stride_sf_word,
+    )
+    weights = Weights(
+        weight_rows, stride_weight_group, weight_sf, stride_weight_sf_group, stride_weight_sf_word
+    )
     F: tl.constexpr = SOURCE.features
     STEPS: tl.constexpr = (F + BLOCK_K - 1) // BLOCK_K
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     # Factors are a step ahead: unlike operands, they are not prefetched by the compiler.
-    x_next = sf_ptr
-    w_next = weight_sf_ptr
-    if PRODUCT.x_factor:
-        sf = sf_ptr + (row * stride_sf_token + tl.program_id(1).to(tl.int64) * stride_sf_group)
-        x_next = activation_factor(sf, stride_sf_word, 0, SOURCE)
-    if PRODUCT.w_factor:
-        group_sf = weight_sf + tl.program_id(1).to(tl.int64) * stride_weight_sf_group
-        w_next = weight_factor(group_sf, stride_weight_sf_word, 0)
+    x_next, w_next = load_factors(
+        activations, weights, tl.program_id(1).to(tl.int64), 0, SOURCE, PRODUCT
+    )
     for step in range(0, SUMMED_GROUPS * STEPS):
         group = tl.program_id(1) + step // STEPS
         wide_group = group.to(tl.int64)
         start = step % STEPS * BLOCK_K
-        x = load_codes(
-            data_rows + wide_group * stride_data_group,
-            start,
-            SOURCE,
-            BLOCK_K,
-        )
+        # [BLOCK_M, BLOCK_K] and [BLOCK_N, BLOCK_K], half as wide where a byte has two codes.
+        x = load_codes(data_rows + wide_group * stride_data_group, start, SOURCE, BLOCK_K)
         w = load_weights(weight_rows + wide_group * stride_weight_group, start, F, BLOCK_K)
-        x_factor = x_next
-        w_factor = w_next
+        x_factor, w_factor = x_next, w_next
         if PRODUCT.x_factor or PRODUCT.w_factor:
             ahead = tl.minimum(step + 1, SUMMED_GROUPS * STEPS - 1)
             ahead_group = (tl.program_id(1) + ahead // STEPS).to(tl.int64)
-            ahead_start = ahead % STEPS * BLOCK_K
-            if PRODUCT.x_factor:
-                sf = sf_ptr + (row * stride_sf_token + ahead_group * stride_sf_group)
-                x_next = activation_factor(sf, stride_sf_word, ahead_start, SOURCE)
-            if PRODUCT.w_factor:
-                group_sf = weight_sf + ahead_group * stride_weight_sf_group
-                w_next = weight_factor(group_sf, stride_weight_sf_word, ahead_start)
-        if PRODUCT.multiplies_codes:
-            x = x.to(tl.float8e4nv, bitcast=True)
-            w = w.to(tl.float8e4nv, bitcast=True)
-        else:
-            sf = sf_ptr
-            if SOURCE.kind != NVFP4:
-                sf = sf_ptr + (row * stride_sf_token + wide_group * stride_sf_group)
-            x = scaled_operand(
-                x,
-                sf,
-                stride_sf_word,
-                row_start + row,
-                group,
-                start,
-                SOURCE,
-                BLOCK_K,
-                PRODUCT.x_operand,
-                NATIVE,
-            ).to(COMPUTE)
-            group_sf = weight_sf + wide_group * stride_weight_sf_group
-            w = weight_operand(
-                w,
-                group_sf,
-                stride_weight_sf_word,
-                start,
-                PRODUCT.weight_kind,
-                BLOCK_K,
-                PRODUCT.w_operand,
-                NATIVE,
-            ).to(COMPUTE)
-        if PRODUCT.x_factor or PRODUCT.w_factor:
-            part = tl.dot(x, tl.trans(w), input_precision="ieee", out_dtype=tl.float32)
-            if PRODUCT.x_factor and PRODUCT.w_factor:
-                factor = (x_factor * w_factor)[:, None]
-            elif PRODUCT.x_factor:
-                factor = x_factor[:, None]
-            else:
-                factor = w_factor
-            acc = tl.fma(part, tl.broadcast_to(factor, acc.shape), acc)
-        else:
-            acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+            x_next, w_next = load_factors(
+                activations, weights, ahead_group, ahead % STEPS * BLOCK_K, SOURCE, PRODUCT
+            )
+        x, w = make_operands(
+            x, w, activations, weights, group, start, SOURCE, PRODUCT, BLOCK_K, COMPUTE, NATIVE
+        )
+        acc = add_product(acc, x, w, x_factor, w_factor, PRODUCT)
     if SOURCE.kind == FP8_TENSOR:
         acc *= tl.load(scale_ptr)
     elif SOURCE.kind == NVFP4:

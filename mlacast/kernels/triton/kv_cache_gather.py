@@ -95,9 +95,9 @@ def _kv_cache_gather_kernel(
     elif RECORD.name == "v41_fp4" or RECORD.name == "nvfp4_384":
         bits = to_bf16_bits(_fp4_values(cache_ptr, data, scale, valid, MAIN, NATIVE), NATIVE)
     else:
-        values = from_e4m3(_load(cache_ptr, data, 512, valid, MAIN), NATIVE)
+        values = from_e4m3(_load(cache_ptr, data, 512, valid, MAIN), NATIVE)  # [ROWS, 512]
         if RECORD.name == "v32":
-            words = _words(_load(cache_ptr, data + 512, 16, valid, 16), ROWS, 4, 4)
+            words = _words(_load(cache_ptr, data + 512, 16, valid, 16), ROWS, 4, 4)  # [ROWS, 4]
             values = _scaled(values, words.to(tl.float32, bitcast=True), ROWS, 128)
         elif RECORD.name == "v4":
             scales = decode_ue8m0(_load(cache_ptr, scale, 8, valid, 7).to(tl.int32))
@@ -109,10 +109,10 @@ def _kv_cache_gather_kernel(
             tl.static_assert(RECORD.name == "fp8", "unknown record format")
         bits = to_bf16_bits(values, NATIVE)
     if RECORD.keeps_tail:
-        raw = _load(cache_ptr, data + (RECORD.data - 128), 128, valid, 128)
-        tail = _words(raw, ROWS, 64, 2).to(tl.int16)
+        raw = _load(cache_ptr, data + (RECORD.data - 128), 128, valid, 128)  # [ROWS, 128]
+        tail = _words(raw, ROWS, 64, 2).to(tl.int16)  # [ROWS, 64]
     elif D_QK == 576:
-        tail = _load(cache_ptr, data + 512, 64, valid, 64)
+        tail = _load(cache_ptr, data + 512, 64, valid, 64)  # [ROWS, 64]
         if RECORD.name == "fp8":
             tail = to_bf16_bits(from_e4m3(tail, NATIVE), NATIVE)
     d = tl.arange(0, 512)

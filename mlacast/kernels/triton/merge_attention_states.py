@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -49,42 +49,88 @@ _VARYING = [
 _UNALIGNED = ["lse0_ptr", "lse1_ptr", "lse2_ptr", "lse3_ptr", "lse_ptr", "sf_ptr", "scale_ptr"]
 
 
+class Part(NamedTuple):
+    """Output and lse of a part, each with the strides of tokens and heads."""
+
+    out_ptr: Any
+    stride_token_out: Any
+    stride_head_out: Any
+    lse_ptr: Any
+    stride_token_lse: Any
+    stride_head_lse: Any
+
+
+class Places(NamedTuple):
+    """What the elements of a tile are, [ROWS, 1] or [ROWS, WIDTH] each; ``token`` is an int64.
+
+    Attributes:
+        token: Their token.
+        head: Their head.
+        dim: Their dimension in it; with whole pieces of 16 the first of their row.
+        mask: Whether they exist.
+        is_first: Whether they are the first of their head, of whose rows one stores the lse.
+    """
+
+    token: Any
+    head: Any
+    dim: Any
+    mask: Any
+    is_first: Any
+
+
 @triton.jit
-def _load_lse(ptr, stride_token, stride_head, token, head, mask):
+def _find_places(
+    token,
+    block,
+    in_range,
+    D: tl.constexpr,
+    FEATURES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BY_16: tl.constexpr,
+):
+    """The `Places` of blocks of features; arguments [ROWS, 1], of which ``in_range`` exist."""
+    element = tl.arange(0, WIDTH)[None, :]
+    if D % WIDTH == 0:
+        head = block // (D // WIDTH)
+        dim = (block % (D // WIDTH)) * WIDTH
+        if not BY_16:
+            dim += element
+        mask = in_range
+        is_first = in_range & (block % (D // WIDTH) == 0)
+    else:
+        feature = block * WIDTH + element
+        head = feature // D
+        dim = feature % D
+        mask = in_range & (feature < FEATURES if FEATURES else feature >= 0)
+        is_first = mask & (dim == 0)
+    return Places(token, head, dim, mask, is_first)
+
+
+@triton.jit
+def _load_lse(part, places):
     """Sum of a part for each row; every marker of an empty part becomes -inf."""
-    offsets = token * stride_token + head.to(tl.int64) * stride_head
-    lse = tl.load(ptr + offsets, mask=mask, other=-float("inf"))
+    offsets = places.token * part.stride_token_lse + places.head.to(tl.int64) * part.stride_head_lse
+    lse = tl.load(part.lse_ptr + offsets, mask=places.mask, other=-float("inf"))
     return tl.where(lse == float("inf"), -float("inf"), lse)
 
 
 @triton.jit
-def _load_out(
-    ptr,
-    stride_token,
-    stride_head,
-    token,
-    head,
-    dim,
-    lse,
-    mask,
-    BY_16: tl.constexpr,
-    WIDTH: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
-    """Output of a part in float32 [rows, WIDTH]; where it is empty it is not read, and 0.
+def _load_out(part, places, lse, BY_16: tl.constexpr, WIDTH: tl.constexpr, NATIVE: tl.constexpr):
+    """Output of a part in float32 [ROWS, WIDTH]; where it is empty it is not read, and 0.
 
-    BY_16: a row has one head, whose dimensions from ``dim`` [rows, 1] on it holds. Loaded as twice
+    BY_16: a row has one head, whose dimensions from ``dim`` [ROWS, 1] on it holds. Loaded as twice
     eight, so that the 16 elements of a scale lie in one thread. Else elements have a ``dim`` each.
     """
-    offsets = token * stride_token + head.to(tl.int64) * stride_head + dim
-    live = mask & (lse != -float("inf"))
+    ptr, token, head = part.out_ptr, places.token, places.head
+    offsets = token * part.stride_token_out + head.to(tl.int64) * part.stride_head_out + places.dim
+    live = places.mask & (lse != -float("inf"))
     if BY_16:
         # Pieces come first: of dimensions that are not contiguous threads go along the first.
         element = tl.arange(0, WIDTH // 16)[:, None, None] * 16 + tl.arange(0, 8)[None, None, :]
-        places = tl.expand_dims(ptr + offsets, 0) + element
+        pieces = tl.expand_dims(ptr + offsets, 0) + element  # [WIDTH / 16, ROWS, 8]
         live = tl.expand_dims(live, 0)
-        low = tl.load(places, mask=live, other=0.0)
-        both = tl.join(low, tl.load(places + 8, mask=live, other=0.0))
+        low = tl.load(pieces, mask=live, other=0.0)
+        both = tl.join(low, tl.load(pieces + 8, mask=live, other=0.0))  # [.., 8, 2]
         loaded = tl.reshape(tl.permute(both, (1, 0, 3, 2)), (offsets.shape[0], WIDTH))
     else:
         loaded = tl.load(ptr + offsets, mask=live, other=0.0)
@@ -101,6 +147,50 @@ def _factor(weight, lse, inverse, is_empty):
     A lone live part so keeps the sign of its zeros. Rows of empty parts only are 0.0.
     """
     return weight * tl.where((lse == -float("inf")) & (is_empty == 0), -1.0, inverse)
+
+
+@triton.jit
+def _merge_parts(
+    parts,
+    places,
+    sums,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BY_16: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Store the lse of all parts at ``sums``, and return their output [ROWS, WIDTH] in float32.
+
+    ``parts`` are four `Part`, of which PARTS are looked at; ``sums`` is the pointer to the lse
+    with its strides of tokens and heads.
+    """
+    lses = (_load_lse(parts[0], places),)
+    largest = lses[0]
+    for number in tl.static_range(1, PARTS):
+        lses = lses + (_load_lse(parts[number], places),)
+        largest = tl.maximum(largest, lses[number])
+    # -inf - -inf is NaN: shift by 0 where every part is empty.
+    shift = tl.where(largest == -float("inf"), 0.0, largest)
+    weights = (tl.exp(lses[0] - shift),)
+    total = weights[0]
+    for number in tl.static_range(1, PARTS):
+        weights = weights + (tl.exp(lses[number] - shift),)
+        total += weights[number]
+    is_empty = total == 0.0
+    lse = tl.where(is_empty, -float("inf"), shift + tl.log(tl.where(is_empty, 1.0, total)))
+    lse_ptr, stride_token_lse, stride_head_lse = sums
+    lse_offsets = places.token * stride_token_lse + places.head.to(tl.int64) * stride_head_lse
+    tl.store(lse_ptr + lse_offsets, lse, mask=places.is_first)
+
+    # A lone live part has the weight 1 and comes back as it is.
+    inverse = tl.math.div_rn(1.0, tl.where(is_empty, 1.0, total))
+    x = _load_out(parts[0], places, lses[0], BY_16, WIDTH, NATIVE)
+    out = x * _factor(weights[0], lses[0], inverse, is_empty)
+    for number in tl.static_range(1, PARTS):
+        x = _load_out(parts[number], places, lses[number], BY_16, WIDTH, NATIVE)
+        factor = _factor(weights[number], lses[number], inverse, is_empty)
+        out = tl.fma(x, tl.broadcast_to(factor, x.shape), out)
+    return out
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
@@ -162,125 +252,53 @@ def _merge_attention_states_kernel(
     the last block is not full, else 0. Grid: (ceil(T / BLOCK_T) * ceil(num_blocks / BLOCK_B),).
     """
     ROWS: tl.constexpr = BLOCK_T * BLOCK_B
-    WHOLE_ROWS: tl.constexpr = D % WIDTH == 0
-    BY_16: tl.constexpr = WHOLE_ROWS and OUTPUT.kind == NVFP4
+    BY_16: tl.constexpr = D % WIDTH == 0 and OUTPUT.kind == NVFP4
     after_previous_kernel(PDL)
     columns = tl.cdiv(num_blocks, BLOCK_B)
     first_token = (tl.program_id(0) // columns) * BLOCK_T
     lane = tl.arange(0, ROWS)[:, None]
-    token = first_token + lane // BLOCK_B
-    block = (tl.program_id(0) % columns) * BLOCK_B + lane % BLOCK_B
+    token = first_token + lane // BLOCK_B  # [ROWS, 1]
+    block = (tl.program_id(0) % columns) * BLOCK_B + lane % BLOCK_B  # [ROWS, 1]
     has_block = block < num_blocks
     in_range = has_block & (token < num_tokens)
     token = token.to(tl.int64)
-    element = tl.arange(0, WIDTH)[None, :]
-    if WHOLE_ROWS:
-        head = block // (D // WIDTH)
-        dim = (block % (D // WIDTH)) * WIDTH
-        if not BY_16:
-            dim += element
-        mask = in_range
-        is_first = in_range & (block % (D // WIDTH) == 0)
-    else:
-        feature = block * WIDTH + element
-        head = feature // D
-        dim = feature % D
-        mask = in_range & (feature < FEATURES if FEATURES else feature >= 0)
-        is_first = mask & (dim == 0)
-
-    lse0 = _load_lse(lse0_ptr, stride_token_lse0, stride_head_lse0, token, head, mask)
-    largest, lse1, lse2, lse3 = lse0, lse0, lse0, lse0
-    if PARTS > 1:
-        lse1 = _load_lse(lse1_ptr, stride_token_lse1, stride_head_lse1, token, head, mask)
-        largest = tl.maximum(largest, lse1)
-    if PARTS > 2:
-        lse2 = _load_lse(lse2_ptr, stride_token_lse2, stride_head_lse2, token, head, mask)
-        largest = tl.maximum(largest, lse2)
-    if PARTS > 3:
-        lse3 = _load_lse(lse3_ptr, stride_token_lse3, stride_head_lse3, token, head, mask)
-        largest = tl.maximum(largest, lse3)
-    # -inf - -inf is NaN: shift by 0 where every part is empty.
-    shift = tl.where(largest == -float("inf"), 0.0, largest)
-    weight0 = tl.exp(lse0 - shift)
-    total, weight1, weight2, weight3 = weight0, weight0, weight0, weight0
-    if PARTS > 1:
-        weight1 = tl.exp(lse1 - shift)
-        total += weight1
-    if PARTS > 2:
-        weight2 = tl.exp(lse2 - shift)
-        total += weight2
-    if PARTS > 3:
-        weight3 = tl.exp(lse3 - shift)
-        total += weight3
-    is_empty = total == 0.0
-    lse = tl.where(is_empty, -float("inf"), shift + tl.log(tl.where(is_empty, 1.0, total)))
-    lse_offsets = token * stride_token_lse + head.to(tl.int64) * stride_head_lse
-    tl.store(lse_ptr + lse_offsets, lse, mask=is_first)
-
-    # A lone live part has the weight 1 and comes back as it is.
-    inverse = tl.math.div_rn(1.0, tl.where(is_empty, 1.0, total))
-    x = _load_out(
-        out0_ptr,
-        stride_token_out0,
-        stride_head_out0,
-        token,
-        head,
-        dim,
-        lse0,
-        mask,
-        BY_16,
-        WIDTH,
-        NATIVE,
-    )
-    out = x * _factor(weight0, lse0, inverse, is_empty)
-    if PARTS > 1:
-        x = _load_out(
+    places = _find_places(token, block, in_range, D, FEATURES, WIDTH, BY_16)
+    parts = (
+        Part(
+            out0_ptr,
+            stride_token_out0,
+            stride_head_out0,
+            lse0_ptr,
+            stride_token_lse0,
+            stride_head_lse0,
+        ),
+        Part(
             out1_ptr,
             stride_token_out1,
             stride_head_out1,
-            token,
-            head,
-            dim,
-            lse1,
-            mask,
-            BY_16,
-            WIDTH,
-            NATIVE,
-        )
-        factor = _factor(weight1, lse1, inverse, is_empty)
-        out = tl.fma(x, tl.broadcast_to(factor, x.shape), out)
-    if PARTS > 2:
-        x = _load_out(
+            lse1_ptr,
+            stride_token_lse1,
+            stride_head_lse1,
+        ),
+        Part(
             out2_ptr,
             stride_token_out2,
             stride_head_out2,
-            token,
-            head,
-            dim,
-            lse2,
-            mask,
-            BY_16,
-            WIDTH,
-            NATIVE,
-        )
-        factor = _factor(weight2, lse2, inverse, is_empty)
-        out = tl.fma(x, tl.broadcast_to(factor, x.shape), out)
-    if PARTS > 3:
-        x = _load_out(
+            lse2_ptr,
+            stride_token_lse2,
+            stride_head_lse2,
+        ),
+        Part(
             out3_ptr,
             stride_token_out3,
             stride_head_out3,
-            token,
-            head,
-            dim,
-            lse3,
-            mask,
-            BY_16,
-            WIDTH,
-            NATIVE,
-        )
-        factor = _factor(weight3, lse3, inverse, is_empty)
-        out = tl.fma(x, tl.broadcast_to(factor, x.shape), out)
+            lse3_ptr,
+            stride_token_lse3,
+            stride_head_lse3,
+        ),
+    )
+    sums = (lse_ptr, stride_token_lse, stride_head_lse)
+    out = _merge_parts(parts, places, sums, PARTS, WIDTH, BY_16, NATIVE)
     target = Target(
         data_ptr,
         sf_ptr,

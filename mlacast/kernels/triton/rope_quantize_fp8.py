@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mlacast.kernels.common.dependents import after_previous_kernel, overlaps_launches
+from mlacast.kernels.common.dependents import overlaps_launches
 from mlacast.kernels.common.fp8_casts import as_bits, has_fp8_casts
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.config.caches import (
@@ -21,11 +21,11 @@ from mlacast.kernels.triton.rope_quantize_fp8_rows import (
     PageTable,
     Places,
     Rows,
-    find_places,
+    assume_positive,
+    find_moves,
     quantize_keys,
     quantize_queries,
     quantize_values,
-    split_row,
 )
 
 # Counts that vary while serving must not pick another variant of the kernel, nor must where a slice
@@ -111,15 +111,14 @@ def _rope_quantize_fp8_kernel(
 
     Not paged, ``..._out_token`` are the strides of tokens and those of pages are not used.
     """
-    # Without a sign, a product with one is a multiplication of 32 bits by 32.
-    tl.assume(stride_q_rope_token >= 0)
-    tl.assume(stride_q_rope_head >= 0)
-    tl.assume(stride_q_nope_token >= 0)
-    tl.assume(stride_q_nope_head >= 0)
-    tl.assume(stride_q_rope_out_token >= 0)
-    tl.assume(stride_q_rope_out_head >= 0)
-    tl.assume(stride_q_nope_out_token >= 0)
-    tl.assume(stride_q_nope_out_head >= 0)
+    q_rope = Rows(q_rope_ptr, stride_q_rope_token, stride_q_rope_head)
+    q_nope = Rows(q_nope_ptr, stride_q_nope_token, stride_q_nope_head)
+    q_rope_out = Rows(q_rope_out_ptr, stride_q_rope_out_token, stride_q_rope_out_head)
+    q_nope_out = Rows(q_nope_out_ptr, stride_q_nope_out_token, stride_q_nope_out_head)
+    assume_positive(q_rope)
+    assume_positive(q_nope)
+    assume_positive(q_rope_out)
+    assume_positive(q_nope_out)
     tl.assume(stride_table >= 0)
     tl.assume(stride_positions >= 0)
     angles = Angles(table_ptr, stride_table, table_rows, positions_ptr, stride_positions)
@@ -127,10 +126,10 @@ def _rope_quantize_fp8_kernel(
     if program < q_blocks:
         quantize_queries(
             program,
-            Rows(q_rope_ptr, stride_q_rope_token, stride_q_rope_head),
-            Rows(q_nope_ptr, stride_q_nope_token, stride_q_nope_head),
-            Rows(q_rope_out_ptr, stride_q_rope_out_token, stride_q_rope_out_head),
-            Rows(q_nope_out_ptr, stride_q_nope_out_token, stride_q_nope_out_head),
+            q_rope,
+            q_nope,
+            q_rope_out,
+            q_nope_out,
             angles,
             requests_ptr,
             num_tokens,
@@ -146,42 +145,25 @@ def _rope_quantize_fp8_kernel(
         block = program - q_blocks
         is_value = block >= k_blocks
         block = tl.where(is_value, block - k_blocks, block)
-        token, head, exists = split_row(block, KEY.heads, num_tokens, PROGRAM.rows)
-        after_previous_kernel(PDL)
-        page, place = token * 0, token
-        if PAGED:
-            table = PageTable(
-                entries_ptr,
-                starts_ptr,
-                requests_ptr,
-                places_ptr,
-                page_size,
-                num_requests,
-                num_entries,
-                num_pages,
-            )
-            page, place, exists = find_places(token, exists, table)
+        table = PageTable(
+            entries_ptr,
+            starts_ptr,
+            requests_ptr,
+            places_ptr,
+            page_size,
+            num_requests,
+            num_entries,
+            num_pages,
+        )
+        moves = find_moves(block, table, num_tokens, KEY.heads, PROGRAM.rows, PAGED, PDL)
         if is_value:
             if VALUE.columns > 0:
-                quantize_values(
-                    token,
-                    head,
-                    page,
-                    place,
-                    exists,
-                    Rows(v_ptr, stride_v_token, stride_v_head),
-                    Places(v_out_ptr, stride_v_out_page, stride_v_out_token, stride_v_out_head),
-                    kv_scale,
-                    VALUE,
-                    CODES,
-                )
+                v = Rows(v_ptr, stride_v_token, stride_v_head)
+                v_out = Places(v_out_ptr, stride_v_out_page, stride_v_out_token, stride_v_out_head)
+                quantize_values(moves, v, v_out, kv_scale, VALUE, CODES)
         else:
             quantize_keys(
-                token,
-                head,
-                page,
-                place,
-                exists,
+                moves,
                 Rows(k_rope_ptr, stride_k_rope_token, stride_k_rope_head),
                 Rows(k_nope_ptr, stride_k_nope_token, stride_k_nope_head),
                 Places(

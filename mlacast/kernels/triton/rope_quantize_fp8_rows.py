@@ -85,8 +85,36 @@ class PageTable(NamedTuple):
     num_pages: Any
 
 
+class Moves(NamedTuple):
+    """Rows of keys or values that a program moves, int64 [ROWS] each but the last.
+
+    Attributes:
+        token: Where each comes from.
+        head: Its head, there and where it goes.
+        page: Where it goes; 0 without pages.
+        place: Where in the page, or in the output.
+        exists: Whether it is moved at all.
+    """
+
+    token: Any
+    head: Any
+    page: Any
+    place: Any
+    exists: Any
+
+
 @triton.jit
-def split_row(block, HEADS: tl.constexpr, num_tokens, ROWS: tl.constexpr):
+def assume_positive(rows):
+    """Tell the compiler that strides of `Rows` have no sign.
+
+    A product with one is a multiplication of 32 bits by 32 then.
+    """
+    tl.assume(rows.stride_token >= 0)
+    tl.assume(rows.stride_head >= 0)
+
+
+@triton.jit
+def _split_row(block, HEADS: tl.constexpr, num_tokens, ROWS: tl.constexpr):
     """Rows ``block * ROWS``.. of [num_tokens, HEADS]: token, head, exists. Divides no int64.
 
     Products with a stride multiply int64 of these: one multiplication of 32 bits by 32.
@@ -98,7 +126,7 @@ def split_row(block, HEADS: tl.constexpr, num_tokens, ROWS: tl.constexpr):
 
 
 @triton.jit
-def find_places(token, exists, table):
+def _find_places(token, exists, table):
     """Where each token goes, (page, offset, is_inside); nothing outside the tables is read."""
     request = tl.load(table.requests_ptr + token, mask=exists, other=-1).to(tl.int64)
     known = exists & (request >= 0) & (request < table.num_requests)
@@ -110,6 +138,25 @@ def find_places(token, exists, table):
     inside = inside & (entry < table.num_entries)
     page = tl.load(table.entries_ptr + entry, mask=inside, other=-1).to(tl.int64)
     return page, place % table.page_size, inside & (page >= 0) & (page < table.num_pages)
+
+
+@triton.jit
+def find_moves(
+    block,
+    table,
+    num_tokens,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAGED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The `Moves` of a block of keys or values; ``table`` is a `PageTable`."""
+    token, head, exists = _split_row(block, HEADS, num_tokens, ROWS)
+    after_previous_kernel(PDL)
+    page, place = token * 0, token
+    if PAGED:
+        page, place, exists = _find_places(token, exists, table)
+    return Moves(token, head, page, place, exists)
 
 
 @triton.jit
@@ -207,7 +254,7 @@ def quantize_queries(
     PDL: tl.constexpr,
 ):
     """Quantise the rows of a block of the queries, all of them `Rows`; ``angles`` is `Angles`."""
-    token, head, exists = split_row(block, QUERY.heads, num_tokens, PROGRAM.rows)
+    token, head, exists = _split_row(block, QUERY.heads, num_tokens, PROGRAM.rows)
     plain_row = token * nope.stride_token + head * nope.stride_head
     row = token * rope.stride_token + head * rope.stride_head
     after_previous_kernel(PDL)
@@ -232,11 +279,7 @@ def quantize_queries(
 
 @triton.jit
 def quantize_keys(
-    token,
-    head,
-    page,
-    place,
-    exists,
+    moves,
     rope,
     nope,
     rope_out,
@@ -248,7 +291,8 @@ def quantize_keys(
     CODES: tl.constexpr,
     PROGRAM: tl.constexpr,
 ):
-    """Quantise rows of the keys, `Rows`, to the `Places` of ``page`` and ``place`` [ROWS]."""
+    """Quantise rows of the keys, `Rows`, to `Places`, as ``moves`` says, a `Moves`."""
+    token, head, page, place, exists = moves
     position = tl.load(angles.positions_ptr + token * angles.stride_positions, mask=exists, other=0)
     if KEY.columns > 0:
         plain_row = token * nope.stride_token + head * nope.stride_head
@@ -270,19 +314,9 @@ def quantize_keys(
 
 
 @triton.jit
-def quantize_values(
-    token,
-    head,
-    page,
-    place,
-    exists,
-    v,
-    v_out,
-    scale,
-    VALUE: tl.constexpr,
-    CODES: tl.constexpr,
-):
-    """Quantise rows of the values, `Rows`, to the `Places` of ``page`` and ``place`` [ROWS]."""
+def quantize_values(moves, v, v_out, scale, VALUE: tl.constexpr, CODES: tl.constexpr):
+    """Quantise rows of the values, `Rows`, to `Places`, as ``moves`` says, a `Moves`."""
+    token, head, page, place, exists = moves
     row = token * v.stride_token + head * v.stride_head
     value = _load_rows(v.ptr, row, exists, VALUE.columns, VALUE.block)
     out_row = page * v_out.stride_page + place * v_out.stride_token

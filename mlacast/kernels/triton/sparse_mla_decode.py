@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -12,6 +12,8 @@ from mlacast.descriptors.kv_format import KvFormat
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.descriptors.rope import Rope
 from mlacast.kernels.common.attention_arguments import (
+    CachePool,
+    extra_pool,
     list_arguments,
     query_operand,
     rope_arguments,
@@ -20,9 +22,13 @@ from mlacast.kernels.common.attention_arguments import (
 from mlacast.kernels.common.combine_splits import (
     UNALIGNED_IN_EPILOGUE,
     VARYING_IN_EPILOGUE,
+    Partials,
+    State,
     combine_splits,
-    split_scratch,
-    store_split,
+    end_split,
+    find_heads,
+    find_split_blocks,
+    split_places,
 )
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.records import Cache
@@ -30,15 +36,14 @@ from mlacast.kernels.common.sparse_attention import (
     IndexList,
     attend_pool,
     find_angles,
-    finish_rows,
     load_query,
     load_scales,
     row_length,
 )
-from mlacast.kernels.common.store import Target, store_output
+from mlacast.kernels.common.store import Target
 from mlacast.kernels.common.targets import store_target
 from mlacast.kernels.config.attention import end_config, pool_config, query_config
-from mlacast.kernels.config.sparse_attention import plan_portable_decode, tile_config
+from mlacast.kernels.config.sparse_attention import portable_decode_plan
 
 # Counts and strides that vary while serving must not pick another variant of the kernel, nor must
 # where a slice of a bigger buffer happens to start.
@@ -64,6 +69,100 @@ _UNALIGNED = [
     "v_scale_ptr",
     *UNALIGNED_IN_EPILOGUE,
 ]
+
+
+class Pool(NamedTuple):
+    """A `Cache`, how many slots it has, and an `IndexList` of them."""
+
+    cache: Any
+    num_slots: Any
+    entries: Any
+
+
+class Blocks(NamedTuple):
+    """Blocks of a row: entries of both lists, blocks of the main one, those of this split."""
+
+    length: Any
+    extra_length: Any
+    main: Any
+    first: Any
+    last: Any
+
+
+@triton.jit
+def _find_blocks(
+    entries,
+    extra_entries,
+    token,
+    split,
+    num_splits,
+    BLOCK_N: tl.constexpr,
+    POOL: tl.constexpr,
+    EXTRA: tl.constexpr,
+):
+    """The `Blocks` of a split of a token: of the main list, then of the extra list."""
+    length = row_length(entries, token, POOL.has_length)
+    main_blocks = tl.cdiv(length, BLOCK_N)
+    total_blocks = main_blocks
+    extra_length = 0
+    if EXTRA is not None:
+        extra_length = row_length(extra_entries, token, EXTRA.has_length)
+        total_blocks += tl.cdiv(extra_length, BLOCK_N)
+    first, last = find_split_blocks(total_blocks, split, num_splits)
+    return Blocks(length, extra_length, main_blocks, first, last)
+
+
+@triton.jit
+def _attend_blocks(
+    query,
+    pool,
+    extra_pool,
+    token,
+    blocks,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    QUERY: tl.constexpr,
+    POOL: tl.constexpr,
+    EXTRA: tl.constexpr,
+):
+    """Softmax state of a split: output [BLOCK_H, 512] un-normalised, maxima and sums [BLOCK_H].
+
+    ``query`` is a `Query`, ``blocks`` a `Blocks`.
+    """
+    entries = pool.entries
+    acc, running_max, running_sum = attend_pool(
+        query,
+        tl.zeros((BLOCK_H, 512), tl.float32),
+        tl.full((BLOCK_H,), -float("inf"), tl.float32),
+        tl.zeros((BLOCK_H,), tl.float32),
+        pool.cache,
+        pool.num_slots,
+        entries.indices_ptr + token * entries.stride_indices,
+        blocks.length,
+        tl.minimum(blocks.first, blocks.main),
+        tl.minimum(blocks.last, blocks.main),
+        BLOCK_N,
+        QUERY,
+        POOL,
+    )
+    if EXTRA is not None:
+        entries = extra_pool.entries
+        acc, running_max, running_sum = attend_pool(
+            query,
+            acc,
+            running_max,
+            running_sum,
+            extra_pool.cache,
+            extra_pool.num_slots,
+            entries.indices_ptr + token * entries.stride_indices,
+            blocks.extra_length,
+            tl.maximum(blocks.first - blocks.main, 0),
+            tl.maximum(blocks.last - blocks.main, 0),
+            BLOCK_N,
+            QUERY,
+            EXTRA,
+        )
+    return acc, running_max, running_sum
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
@@ -140,20 +239,10 @@ def _sparse_mla_decode_kernel(
     extra_entries = IndexList(
         extra_indices_ptr, extra_stride_indices, extra_topk, extra_length_ptr, extra_stride_length
     )
-    head_blocks = tl.cdiv(num_heads, BLOCK_H)
-    token = (tl.program_id(0) // head_blocks).to(tl.int64)
-    head_start = (tl.program_id(0) % head_blocks) * BLOCK_H
+    heads = find_heads(num_tokens, num_heads, BLOCK_H)
+    token, head_start, _, _ = heads
     split = tl.program_id(1)
-    length = row_length(entries, token, POOL.has_length)
-    main_blocks = tl.cdiv(length, BLOCK_N)
-    total_blocks = main_blocks
-    extra_length = 0
-    if EXTRA is not None:
-        extra_length = row_length(extra_entries, token, EXTRA.has_length)
-        total_blocks += tl.cdiv(extra_length, BLOCK_N)
-    per_split = tl.cdiv(total_blocks, num_splits)
-    first = tl.minimum(split * per_split, total_blocks)
-    last = tl.minimum(first + per_split, total_blocks)
+    blocks = _find_blocks(entries, extra_entries, token, split, num_splits, BLOCK_N, POOL, EXTRA)
     angles = find_angles(
         table_ptr,
         stride_table,
@@ -177,91 +266,61 @@ def _sparse_mla_decode_kernel(
         BLOCK_H,
         QUERY,
     )
-    acc, running_max, running_sum = attend_pool(
+    cache = Cache(cache_ptr, stride_page, stride_slot, page_size)
+    extra_cache = Cache(extra_cache_ptr, extra_stride_page, extra_stride_slot, extra_page_size)
+    acc, running_max, running_sum = _attend_blocks(
         query,
-        tl.zeros((BLOCK_H, 512), tl.float32),
-        tl.full((BLOCK_H,), -float("inf"), tl.float32),
-        tl.zeros((BLOCK_H,), tl.float32),
-        Cache(cache_ptr, stride_page, stride_slot, page_size),
-        num_slots,
-        indices_ptr + token * stride_indices,
-        length,
-        tl.minimum(first, main_blocks),
-        tl.minimum(last, main_blocks),
+        Pool(cache, num_slots, entries),
+        Pool(extra_cache, extra_num_slots, extra_entries),
+        token,
+        blocks,
+        BLOCK_H,
         BLOCK_N,
         QUERY,
         POOL,
+        EXTRA,
     )
-    if EXTRA is not None:
-        acc, running_max, running_sum = attend_pool(
-            query,
-            acc,
-            running_max,
-            running_sum,
-            Cache(extra_cache_ptr, extra_stride_page, extra_stride_slot, extra_page_size),
-            extra_num_slots,
-            extra_indices_ptr + token * extra_stride_indices,
-            extra_length,
-            tl.maximum(first - main_blocks, 0),
-            tl.maximum(last - main_blocks, 0),
-            BLOCK_N,
-            QUERY,
-            EXTRA,
-        )
     # The merge of splits is linear in their outputs.
     acc *= v_scale
-    if IS_SPLIT:
-        store_split(
-            acc,
-            running_max,
-            running_sum,
-            partial_out_ptr,
-            partial_max_ptr,
-            partial_sum_ptr,
-            split,
-            token,
-            head_start,
-            num_tokens,
-            num_heads,
-        )
-    else:
-        out, lse, _ = finish_rows(
-            acc, running_max, running_sum, sink_ptr, head_start, num_heads, angles, 0, END
-        )
-        head = head_start + tl.arange(0, BLOCK_H)
-        tl.store(lse_ptr + token * num_heads + head, lse, mask=head < num_heads)
-        target = Target(
-            data_ptr,
-            sf_ptr,
-            scale_ptr,
-            stride_data_token,
-            stride_data_group,
-            stride_sf_token,
-            stride_sf_group,
-            stride_sf_word,
-            row_start,
-        )
-        padding = tl.where(token == num_tokens - 1, padding_rows, 0)
-        store_output(out, head_start, num_heads, token, padding, target, 0, OUTPUT)
+    target = Target(
+        data_ptr,
+        sf_ptr,
+        scale_ptr,
+        stride_data_token,
+        stride_data_group,
+        stride_sf_token,
+        stride_sf_group,
+        stride_sf_word,
+        row_start,
+    )
+    end_split(
+        State(acc, running_max, running_sum),
+        Partials(partial_out_ptr, partial_max_ptr, partial_sum_ptr),
+        split,
+        heads,
+        sink_ptr,
+        angles,
+        lse_ptr,
+        target,
+        padding_rows,
+        IS_SPLIT,
+        END,
+        OUTPUT,
+    )
 
 
-def _pool_arguments(
-    launches: Launches,
-    kv_format: KvFormat,
-    cache: torch.Tensor,
-    indices: torch.Tensor,
-    lengths: torch.Tensor | None,
-) -> list[Any]:
+def _pool_arguments(launches: Launches, pool: CachePool) -> list[Any]:
     """One pool as kernel arguments, cache to length stride."""
-    rows = kv_format.name == "BF16"
-    flat = cache if rows else launches.inside(cache, cache.view(torch.uint8))
+    cache = pool.cache
+    is_rows = pool.kv_format.name == "BF16"
+    flat = cache if is_rows else launches.inside(cache, cache.view(torch.uint8))
     return [
         flat,
         flat.stride(0),
         flat.stride(1),
         flat.shape[1],
         flat.shape[0] * flat.shape[1],
-        *list_arguments(indices, lengths),
+        *list_arguments(pool.indices, pool.lengths),
     ]
 
 
@@ -292,25 +351,12 @@ def launch_sparse_mla_decode(
     num_tokens, num_heads, d_qk = q.shape
     target = store_target(out)
     launches = Launches(q.device, target)
-    tiles = tile_config(num_heads)
-    programs = num_tokens * triton.cdiv(num_heads, tiles.block_h)
-    pool = _pool_arguments(launches, kv_format, k_cache, indices, topk_length)
-    extra_pool, extra = pool, None
-    width = indices.shape[1]
-    if extra_k_cache is not None and extra_indices is not None and extra_kv_format is not None:
-        extra = pool_config(extra_kv_format, extra_topk_length)
-        extra_pool = _pool_arguments(
-            launches, extra_kv_format, extra_k_cache, extra_indices, extra_topk_length
-        )
-        width += extra_indices.shape[1]
-    splits = num_splits or plan_portable_decode(
-        num_tokens, num_heads, width, q.device, batch_invariant
-    )
-    # No more splits than blocks; but two stay two, so that a narrower list runs the same variant.
-    splits = min(splits, max(triton.cdiv(width, tiles.block_n), 2))
-    partials: list[torch.Tensor] = [lse, lse, lse]
-    if splits > 1:
-        partials = split_scratch(splits * num_tokens * num_heads, workspace, launches)
+    pool = _pool_arguments(launches, CachePool(k_cache, indices, topk_length, kv_format))
+    extra = extra_pool(extra_k_cache, extra_indices, extra_topk_length, extra_kv_format)
+    width = indices.shape[1] + (0 if extra is None else extra.indices.shape[1])
+    plan = portable_decode_plan(num_tokens, num_heads, width, q.device, num_splits, batch_invariant)
+    tiles, splits, programs = plan
+    partials = split_places(splits, num_tokens * num_heads, lse, workspace, launches)
     rope_places = rope_arguments(attn_sink, rope, lse, indices)
     end = end_config(d_qk, attn_sink, rope)
     scales, scale_config = split_scales(sm_scale, v_scale, lse)
@@ -321,7 +367,7 @@ def launch_sparse_mla_decode(
         q.stride(0),
         q.stride(1),
         *pool,
-        *extra_pool,
+        *(pool if extra is None else _pool_arguments(launches, extra)),
         *rope_places,
         lse,
         *partials,
@@ -337,7 +383,7 @@ def launch_sparse_mla_decode(
         SCALES=scale_config,
         QUERY=query_config(d_qk, q_order, q_norm_eps, rope),
         POOL=pool_config(kv_format, topk_length),
-        EXTRA=extra,
+        EXTRA=None if extra is None else pool_config(extra.kv_format, extra.lengths),
         END=end,
         OUTPUT=target.config,
         num_warps=tiles.num_warps,

@@ -68,16 +68,16 @@ def _v_up_project_kernel(
     blocks = tl.cdiv(num_tokens, BLOCK_M)
     head = tl.program_id(0) // blocks
     first = (tl.program_id(0) % blocks) * BLOCK_M
-    lane = tl.arange(0, BLOCK_M)[:, None]
+    lane = tl.arange(0, BLOCK_M)[:, None]  # [BLOCK_M, 1]
     token = first + lane
     in_range = token < num_tokens
     token = token.to(tl.int64)
     k = tl.arange(0, BLOCK_K)
     n = tl.arange(0, 128)
     latent = latent_ptr + (token * stride_latent_token + head.to(tl.int64) * stride_latent_head)
-    latent += k[None, :]
+    latent += k[None, :]  # [BLOCK_M, BLOCK_K]
     weight = weight_ptr + head.to(tl.int64) * stride_weight_head
-    weight += k[:, None] * stride_weight_latent + n[None, :] * stride_weight_value
+    weight += k[:, None] * stride_weight_latent + n[None, :] * stride_weight_value  # [BLOCK_K, 128]
     acc = tl.zeros((BLOCK_M, 128), tl.float32)
     for _ in range(0, 512, BLOCK_K):
         x = tl.load(latent, mask=in_range, other=0.0)

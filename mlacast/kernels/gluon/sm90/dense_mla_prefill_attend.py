@@ -58,6 +58,15 @@ def _mask(s, last):
 
 
 @gluon.jit
+def _load_query(q_smem, CONSUMER: gl.constexpr, OPERAND: gl.constexpr):
+    """The consumer's rows in registers: three parts [64, 64]."""
+    query = ()
+    for part in gl.static_range(3):
+        query = query + (q_smem.index(CONSUMER * 3 + part).load(OPERAND),)
+    return query
+
+
+@gluon.jit
 def _start_scores(query, k_smem, stage, S: gl.constexpr):
     """Issue q k^T with the query from registers."""
     s = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, S)
@@ -80,17 +89,49 @@ def _softmax(s, base, partial_sum, scale, PARTIAL: gl.constexpr):
     """
     # In short chains: the maximum is what the exponentials wait for.
     by_quad = gl.max(gl.max(gl.max(gl.reshape(s, (BLOCK_M, 4, 4, 4, 2)), 4), 1), 1)
-    top = gl.convert_layout(gl.max(by_quad, 1), base.type.layout) * scale
+    top = gl.convert_layout(gl.max(by_quad, 1), base.type.layout) * scale  # [64]
     new_base = gl.where(top > base + _LAZINESS, top, base)
     # -inf - -inf is NaN: shift by 0 while nothing valid has been seen.
     shift = gl.where(new_base == -float("inf"), 0.0, new_base)
-    p = gl.exp2(s * scale - shift[:, None])
+    p = gl.exp2(s * scale - shift[:, None])  # [64, 128]
     # What came before a row's first key is zero and needs no factor.
     alpha = gl.where(base == -float("inf"), 1.0, gl.exp2(base - shift))
     sums = gl.sum(gl.sum(gl.reshape(p, (BLOCK_M, 16, 4, 2)), 3), 1)
     sums = gl.convert_layout(sums, PARTIAL, assert_trivial=True)
     again = gl.convert_layout(alpha, gl.SliceLayout(1, PARTIAL))
     return p, alpha, new_base, partial_sum * again[:, None] + sums
+
+
+@gluon.jit
+def _store_tile(
+    state,
+    words,
+    target,
+    lse_ptr,
+    num_rows,
+    CONSUMER: gl.constexpr,
+    OUTPUT: gl.constexpr,
+):
+    """Normalise and store the consumer's rows of a tile, and their lse.
+
+    The state is the un-normalised output [64, 128], bases [64] and partial sums [64, 4].
+    """
+    o, base, partial_sum = state
+    ROW: gl.constexpr = base.type.layout
+    total = gl.convert_layout(gl.sum(partial_sum, 1), ROW)  # [64]
+    empty = total == 0.0
+    divisor = gl.where(empty, 1.0, total)
+    lse = gl.where(empty, -float("inf"), (base + gl.log2(divisor)) * LN_2)
+    factor = gl.where(empty, 0.0, 1.0 / divisor)
+    alive = gl.where(empty, 0, -1)
+    head = read_word(words, HEAD)
+    first_row = read_word(words, FIRST_ROW) + CONSUMER * BLOCK_M
+    token = read_word(words, SEQUENCE_START) + first_row
+    # Rows before the sequence belong to the one before it.
+    skipped = -first_row
+    local = opaque_rows(ROW)  # [64]
+    gl.store(lse_ptr + row_offset(head, num_rows) + token + local, lse, mask=local >= skipped)
+    store_token_block(o, factor, alive, target, token, skipped, head, OUTPUT)
 
 
 @gluon.jit
@@ -124,9 +165,7 @@ def attend_role(
     while num_blocks > 0:
         num_keys = read_word(words, NUM_KEYS)
         diagonal = read_word(words, DIAGONAL) + read_word(words, FIRST_ROW) + CONSUMER * BLOCK_M
-        query = ()
-        for part in gl.static_range(3):
-            query = query + (q_smem.index(CONSUMER * 3 + part).load(OPERAND),)
+        query = _load_query(q_smem, CONSUMER, OPERAND)
         mbarrier.arrive(q_free.index(CONSUMER), count=1)
         base = gl.full((BLOCK_M,), -float("inf"), gl.float32, ROW)
         partial_sum = gl.full((BLOCK_M, 4), 0.0, gl.float32, PARTIAL)
@@ -151,7 +190,7 @@ def attend_role(
             mbarrier.wait(k_ready.index(stage), ((count + 1) // STAGES) & 1)
             # Consumer 0 begins.
             mbarrier.wait(turns.index(CONSUMER), (turn & 1) ^ (CONSUMER == 0))
-            s = _start_scores(query, k_smem, stage, S)
+            s = _start_scores(query, k_smem, stage, S)  # [64, 128]
             mbarrier.wait(v_ready.index(v_stage), (count // STAGES) & 1)
             o = warpgroup_mma(weights, v_smem.index(v_stage), o, is_async=True)
             mbarrier.arrive(turns.index((CONSUMER + 1) % CONSUMERS), count=1)
@@ -174,20 +213,8 @@ def attend_role(
         o = warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(v_free.index(v_stage), count=1)
         count += 1
-        total = gl.convert_layout(gl.sum(partial_sum, 1), ROW)
-        empty = total == 0.0
-        divisor = gl.where(empty, 1.0, total)
-        lse = gl.where(empty, -float("inf"), (base + gl.log2(divisor)) * LN_2)
-        factor = gl.where(empty, 0.0, 1.0 / divisor)
-        alive = gl.where(empty, 0, -1)
-        head = read_word(words, HEAD)
-        first_row = read_word(words, FIRST_ROW) + CONSUMER * BLOCK_M
-        token = read_word(words, SEQUENCE_START) + first_row
-        # Rows before the sequence belong to the one before it.
-        skipped = -first_row
-        local = opaque_rows(ROW)
-        gl.store(lse_ptr + row_offset(head, num_rows) + token + local, lse, mask=local >= skipped)
-        store_token_block(o, factor, alive, target, token, skipped, head, OUTPUT)
+        state = (o, base, partial_sum)
+        _store_tile(state, words, target, lse_ptr, num_rows, CONSUMER, OUTPUT)
         tile += 1
         words = words_smem.index(tile & 1)
         mbarrier.wait(q_ready.index(CONSUMER), tile & 1)

@@ -83,13 +83,58 @@ def _load_last_values(source, smem, ready, free, count, row, num_keys):
     stage = count % STAGES
     mbarrier.wait(free.index(stage), ((count // STAGES) & 1) ^ 1)
     for start in gl.static_range(0, BLOCK_N, 16):
-        key = start + gl.arange(0, 16, gl.SliceLayout(1, COPY))
+        key = start + gl.arange(0, 16, gl.SliceLayout(1, COPY))  # [16]
         pointers = v_ptr + ((row + key).to(gl.int64) * stride)[:, None] + column[None, :]
         async_copy.async_copy_global_to_shared(
             smem.index(stage).slice(start, 16, dim=0), pointers, mask=(key < num_keys)[:, None]
         )
     async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
     mbarrier.arrive(ready.index(stage), count=1)
+
+
+@gluon.jit
+def _find_rows(sequence, order, cu_seqlens_k_ptr):
+    """First row of a sequence and how many it has, first key and how many.
+
+    The rows behind the last sequence are one without keys.
+    """
+    cu_seqlens_q_ptr, batch, num_rows = order[:3]
+    is_real = sequence < batch
+    start = gl.load(cu_seqlens_q_ptr + sequence)
+    stop = gl.load(cu_seqlens_q_ptr + sequence + 1, mask=is_real, other=0)
+    stop = gl.where(is_real, stop, num_rows)
+    first_key = gl.load(cu_seqlens_k_ptr + sequence, mask=is_real, other=0)
+    num_keys = gl.load(cu_seqlens_k_ptr + sequence + 1, mask=is_real, other=0) - first_key
+    return start, stop - start, first_key, num_keys
+
+
+@gluon.jit
+def _send_tile(q_desc, q_smem, q_ready, start, first_row, head, stride_q):
+    """Hand the words of a tile to the consumers, and copy 64 rows [64, 192] to each of them."""
+    for consumer in gl.static_range(CONSUMERS):
+        mbarrier.arrive(q_ready.index(consumer), count=1)
+        mbarrier.expect(q_ready.index(consumer), _Q_BYTES)
+        for part in gl.static_range(3):
+            tma.async_copy_global_to_shared(
+                q_desc,
+                [start + first_row + consumer * BLOCK_M, head * stride_q + part * 64],
+                q_ready.index(consumer),
+                q_smem.index(consumer * 3 + part),
+            )
+
+
+@gluon.jit
+def _take_ticket(counter_ptr):
+    """The next ticket of all programs'."""
+    counter = counter_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+    return gl.atomic_add(counter, 1, sem="relaxed")
+
+
+@gluon.jit
+def _wait_for_consumers(q_free, tile):
+    """Wait until both consumers have taken the query and the words of the tile before ``tile``."""
+    for consumer in gl.static_range(CONSUMERS):
+        mbarrier.wait(q_free.index(consumer), (tile & 1) ^ 1)
 
 
 @gluon.jit
@@ -119,13 +164,7 @@ def load_role(load, SEQUENCES: gl.constexpr, CAUSAL: gl.constexpr):
         head = first_head + (ticket - base) % heads
         sequence = (section // parts) * part_batch
         sequence += sequence_of_rank(tiles, level, (ticket - base) // heads)
-        is_real = sequence < batch
-        start = gl.load(cu_seqlens_q_ptr + sequence)
-        stop = gl.load(cu_seqlens_q_ptr + sequence + 1, mask=is_real, other=0)
-        stop = gl.where(is_real, stop, num_rows)
-        first_key = gl.load(cu_seqlens_k_ptr + sequence, mask=is_real, other=0)
-        num_keys = gl.load(cu_seqlens_k_ptr + sequence + 1, mask=is_real, other=0) - first_key
-        length = stop - start
+        start, length, first_key, num_keys = _find_rows(sequence, order, cu_seqlens_k_ptr)
         tile_stop = length - ((length + TILE_M - 1) // TILE_M - 1 - level) * TILE_M
         visible = num_keys
         if CAUSAL:
@@ -150,23 +189,13 @@ def load_role(load, SEQUENCES: gl.constexpr, CAUSAL: gl.constexpr):
             _load_values(v_desc, v_smem, v_ready, v_free, count, row, v_column)
         count += 1
 
-        for consumer in gl.static_range(CONSUMERS):
-            mbarrier.wait(q_free.index(consumer), (tile & 1) ^ 1)
+        _wait_for_consumers(q_free, tile)
         first_row = tile_stop - TILE_M
         offset = num_keys - length if CAUSAL else num_keys
         write_words(
             words_smem.index(tile & 1), num_blocks, first_row, start, num_keys, offset, head
         )
-        for consumer in gl.static_range(CONSUMERS):
-            mbarrier.arrive(q_ready.index(consumer), count=1)
-            mbarrier.expect(q_ready.index(consumer), _Q_BYTES)
-            for part in gl.static_range(3):
-                tma.async_copy_global_to_shared(
-                    q_desc,
-                    [start + first_row + consumer * BLOCK_M, head * stride_q + part * 64],
-                    q_ready.index(consumer),
-                    q_smem.index(consumer * 3 + part),
-                )
+        _send_tile(q_desc, q_smem, q_ready, start, first_row, head, stride_q)
         if num_blocks > 1:
             row -= BLOCK_N
             _load_keys(k_desc, k_smem, k_ready, k_free, count, row, k_column)
@@ -174,8 +203,7 @@ def load_role(load, SEQUENCES: gl.constexpr, CAUSAL: gl.constexpr):
             count += 1
 
         # The next tile is found while the consumers are busy with the blocks above.
-        counter = counter_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-        ticket = gl.atomic_add(counter, 1, sem="relaxed")
+        ticket = _take_ticket(counter_ptr)
         place = (section, base, level, present, tiles)
         section, base, level, present, tiles = _find_tile(place, ticket, order, SEQUENCES)
 
@@ -186,8 +214,7 @@ def load_role(load, SEQUENCES: gl.constexpr, CAUSAL: gl.constexpr):
             count += 1
         tile += 1
 
-    for consumer in gl.static_range(CONSUMERS):
-        mbarrier.wait(q_free.index(consumer), (tile & 1) ^ 1)
+    _wait_for_consumers(q_free, tile)
     write_words(words_smem.index(tile & 1), -1, 0, 0, 0, 0, 0)
     for consumer in gl.static_range(CONSUMERS):
         mbarrier.arrive(q_ready.index(consumer), count=2)

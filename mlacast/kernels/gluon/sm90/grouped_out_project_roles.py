@@ -51,16 +51,14 @@ def _put_scales(smem, raw, PARTS: gl.constexpr, BYTES: gl.constexpr):
 def _load_step(
     step,
     count,
-    place,
-    x_words,
-    w_words,
-    buffers,
-    barriers,
-    sources,
+    words,
+    load,
     STAGES: gl.constexpr,
     PRODUCT: gl.constexpr,
 ):
-    """Fill the stage of a step, the ``count``-th, once it is free."""
+    """Fill the stage of a step, the ``count``-th, once it is free; ``words`` are its scales."""
+    place, buffers, barriers, sources = load
+    x_words, w_words = words
     x_smem, w_smem, x_scales, w_scales, _ = buffers
     ready, free, _ = barriers
     x_desc, weight_desc = sources[:2]
@@ -82,9 +80,15 @@ def _load_step(
 
 
 @gluon.jit
-def _load_words(pointers, stride, step, STEPS: gl.constexpr):
-    """Scales of a step, or of the last one."""
-    return gl.load(pointers + gl.minimum(step, STEPS - 1).to(gl.int64) * stride)
+def _load_words(pointers, steps, step, STEPS: gl.constexpr):
+    """Scales of a step, or of the last one: those of tokens [BLOCK_M] and of columns [BLOCK_N].
+
+    ``pointers`` [BLOCK_M], [BLOCK_N] are those of step 0, ``steps`` from each to the next.
+    """
+    x_sf, w_sf = pointers
+    x_step, w_step = steps
+    x_words = gl.load(x_sf + gl.minimum(step, STEPS - 1).to(gl.int64) * x_step)
+    return x_words, gl.load(w_sf + gl.minimum(step, STEPS - 1).to(gl.int64) * w_step)
 
 
 @gluon.jit
@@ -111,13 +115,14 @@ def load_role(
     BLOCK_M: gl.constexpr = x_smem.shape[1]
     BLOCK_N: gl.constexpr = w_smem.shape[1]
     LOADERS: gl.constexpr = TILES.loaders
+    STAGES: gl.constexpr = TILES.stages
     STEPS: gl.constexpr = PRODUCT.steps
     ROUND: gl.constexpr = 4 * LOADERS
     count = 0
     for tile in range(gl.program_id(0), _count_tiles(shape, BLOCK_M, BLOCK_N), gl.num_programs(0)):
         group, first_token, first_column = _find_tile(tile, shape, BLOCK_M, BLOCK_N)
         wide_group = group.to(gl.int64)
-        token = gl.minimum(first_token + gl.arange(0, BLOCK_M, _ONE), num_tokens - 1)
+        token = gl.minimum(first_token + gl.arange(0, BLOCK_M, _ONE), num_tokens - 1)  # [BLOCK_M]
         column = gl.minimum(first_column + gl.arange(0, BLOCK_N, _ONE), num_columns - 1)
         if not PRODUCT.weight_bytes:
             column = column // 128
@@ -125,75 +130,26 @@ def load_role(
         w_sf = weight_sf_ptr + wide_group * stride_weight_sf_group
         w_sf += column.to(gl.int64) * stride_weight_sf_column
         first = group * 0 + LOADER
-        x0 = _load_words(x_sf, x_step, first, STEPS)
-        w0 = _load_words(w_sf, w_step, first, STEPS)
-        x1 = _load_words(x_sf, x_step, first + LOADERS, STEPS)
-        w1 = _load_words(w_sf, w_step, first + LOADERS, STEPS)
-        x2 = _load_words(x_sf, x_step, first + 2 * LOADERS, STEPS)
-        w2 = _load_words(w_sf, w_step, first + 2 * LOADERS, STEPS)
-        x3 = _load_words(x_sf, x_step, first + 3 * LOADERS, STEPS)
-        w3 = _load_words(w_sf, w_step, first + 3 * LOADERS, STEPS)
+        pointers, steps = (x_sf, w_sf), (x_step, w_step)
+        words0 = _load_words(pointers, steps, first, STEPS)
+        words1 = _load_words(pointers, steps, first + LOADERS, STEPS)
+        words2 = _load_words(pointers, steps, first + 2 * LOADERS, STEPS)
+        words3 = _load_words(pointers, steps, first + 3 * LOADERS, STEPS)
         place = (first_token, group * stride_x_group, first_column, group * stride_weight_group)
+        load = (place, buffers, barriers, sources)
         for step in range(LOADER, STEPS, ROUND):
-            _load_step(
-                step,
-                count + step,
-                place,
-                x0,
-                w0,
-                buffers,
-                barriers,
-                sources,
-                TILES.stages,
-                PRODUCT,
-            )
-            x0 = _load_words(x_sf, x_step, step + ROUND, STEPS)
-            w0 = _load_words(w_sf, w_step, step + ROUND, STEPS)
+            at = count + step
+            _load_step(step, at, words0, load, STAGES, PRODUCT)
+            words0 = _load_words(pointers, steps, step + ROUND, STEPS)
             if STEPS % ROUND == 0 or step + LOADERS < STEPS:
-                _load_step(
-                    step + LOADERS,
-                    count + step + LOADERS,
-                    place,
-                    x1,
-                    w1,
-                    buffers,
-                    barriers,
-                    sources,
-                    TILES.stages,
-                    PRODUCT,
-                )
-            x1 = _load_words(x_sf, x_step, step + ROUND + LOADERS, STEPS)
-            w1 = _load_words(w_sf, w_step, step + ROUND + LOADERS, STEPS)
+                _load_step(step + LOADERS, at + LOADERS, words1, load, STAGES, PRODUCT)
+            words1 = _load_words(pointers, steps, step + ROUND + LOADERS, STEPS)
             if STEPS % ROUND == 0 or step + 2 * LOADERS < STEPS:
-                _load_step(
-                    step + 2 * LOADERS,
-                    count + step + 2 * LOADERS,
-                    place,
-                    x2,
-                    w2,
-                    buffers,
-                    barriers,
-                    sources,
-                    TILES.stages,
-                    PRODUCT,
-                )
-            x2 = _load_words(x_sf, x_step, step + ROUND + 2 * LOADERS, STEPS)
-            w2 = _load_words(w_sf, w_step, step + ROUND + 2 * LOADERS, STEPS)
+                _load_step(step + 2 * LOADERS, at + 2 * LOADERS, words2, load, STAGES, PRODUCT)
+            words2 = _load_words(pointers, steps, step + ROUND + 2 * LOADERS, STEPS)
             if STEPS % ROUND == 0 or step + 3 * LOADERS < STEPS:
-                _load_step(
-                    step + 3 * LOADERS,
-                    count + step + 3 * LOADERS,
-                    place,
-                    x3,
-                    w3,
-                    buffers,
-                    barriers,
-                    sources,
-                    TILES.stages,
-                    PRODUCT,
-                )
-            x3 = _load_words(x_sf, x_step, step + ROUND + 3 * LOADERS, STEPS)
-            w3 = _load_words(w_sf, w_step, step + ROUND + 3 * LOADERS, STEPS)
+                _load_step(step + 3 * LOADERS, at + 3 * LOADERS, words3, load, STAGES, PRODUCT)
+            words3 = _load_words(pointers, steps, step + ROUND + 3 * LOADERS, STEPS)
         count += STEPS
 
 
@@ -216,6 +172,39 @@ def _add(acc, product, x_scale, w_scale, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _add_other_steps(acc, sums, summed, turn, CONSUMER: gl.constexpr):
+    """Both consumers' sums for consumer 0; consumer 1 leaves its own [ROWS, COLUMNS] in memory.
+
+    ``summed`` 0 says that they are there, 1 that they have been taken.
+    """
+    if CONSUMER == 1:
+        mbarrier.wait(summed.index(1), (turn & 1) ^ 1)
+        sums.store(acc)
+        gl.thread_barrier()
+        mbarrier.arrive(summed.index(0), count=1)
+    else:
+        mbarrier.wait(summed.index(0), turn & 1)
+        acc += sums.load(acc.type.layout)
+        gl.thread_barrier()
+        mbarrier.arrive(summed.index(1), count=1)
+    return acc
+
+
+@gluon.jit
+def _store_tile(acc, target, shape, group, first_token, first_column):
+    """Store sums [ROWS, COLUMNS] as bfloat16, those that are inside the output."""
+    out_ptr, stride_out_token, stride_out_group = target
+    num_tokens, num_columns, _ = shape
+    MMA: gl.constexpr = acc.type.layout
+    token = first_token + gl.arange(0, acc.shape[0], gl.SliceLayout(1, MMA))
+    column = first_column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, MMA))
+    out = out_ptr + group.to(gl.int64) * stride_out_group
+    out += (token.to(gl.int64) * stride_out_token)[:, None] + column[None, :]
+    mask = (token < num_tokens)[:, None] & (column < num_columns)[None, :]
+    gl.store(out, acc.to(gl.bfloat16), mask=mask)
+
+
+@gluon.jit
 def multiply_role(
     buffers,
     barriers,
@@ -231,8 +220,6 @@ def multiply_role(
     """
     x_smem, w_smem, x_scales, w_scales, sums = buffers
     ready, free, summed = barriers
-    out_ptr, stride_out_token, stride_out_group = target
-    num_tokens, num_columns, _ = shape
     BLOCK_M: gl.constexpr = x_smem.shape[1]
     BLOCK_N: gl.constexpr = w_smem.shape[1]
     STEPS: gl.constexpr = PRODUCT.steps
@@ -257,8 +244,8 @@ def multiply_role(
             at = count + step
             stage = at % STAGES
             mbarrier.wait(ready.index(stage), (at // STAGES) & 1)
-            x = x_smem.index(stage).slice(FIRST_ROW, ROWS, dim=0)
-            w = w_smem.index(stage).slice(FIRST_COLUMN, COLUMNS, dim=0)
+            x = x_smem.index(stage).slice(FIRST_ROW, ROWS, dim=0)  # [ROWS, 128]
+            w = w_smem.index(stage).slice(FIRST_COLUMN, COLUMNS, dim=0)  # [COLUMNS, 128]
             even = _start_product(x, w, even, 0, PARTS)
             for part in gl.static_range(PARTS):
                 if part % 2 == 0:
@@ -291,21 +278,7 @@ def multiply_role(
         count += STEPS
         group, first_token, first_column = _find_tile(tile, shape, BLOCK_M, BLOCK_N)
         if BY_STEPS:
-            if CONSUMER == 1:
-                mbarrier.wait(summed.index(1), (turn & 1) ^ 1)
-                sums.store(acc)
-                gl.thread_barrier()
-                mbarrier.arrive(summed.index(0), count=1)
-            else:
-                mbarrier.wait(summed.index(0), turn & 1)
-                acc += sums.load(MMA)
-                gl.thread_barrier()
-                mbarrier.arrive(summed.index(1), count=1)
+            acc = _add_other_steps(acc, sums, summed, turn, CONSUMER)
         if not BY_STEPS or CONSUMER == 0:
-            token = first_token + FIRST_ROW + gl.arange(0, ROWS, gl.SliceLayout(1, MMA))
-            column = first_column + FIRST_COLUMN
-            column += gl.arange(0, COLUMNS, gl.SliceLayout(0, MMA))
-            out = out_ptr + group.to(gl.int64) * stride_out_group
-            out += (token.to(gl.int64) * stride_out_token)[:, None] + column[None, :]
-            mask = (token < num_tokens)[:, None] & (column < num_columns)[None, :]
-            gl.store(out, acc.to(gl.bfloat16), mask=mask)
+            first_token += FIRST_ROW
+            _store_tile(acc, target, shape, group, first_token, first_column + FIRST_COLUMN)

@@ -14,11 +14,13 @@ from mlacast.descriptors.kv_format import KvFormat
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.descriptors.rope import Rope
 from mlacast.kernels.common.attention_arguments import (
+    CachePool,
+    extra_pool,
     list_arguments,
     rope_arguments,
     split_scales,
 )
-from mlacast.kernels.common.combine_splits import split_scratch
+from mlacast.kernels.common.combine_splits import split_places
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.record_places import page_division
 from mlacast.kernels.common.targets import store_target
@@ -28,24 +30,15 @@ from mlacast.kernels.config.attention import (
     hopper_pool_config,
     query_config,
 )
-from mlacast.kernels.config.sparse_attention import (
-    num_multiprocessors,
-    plan_hopper_decode,
-    ring_config,
-    work_config,
-)
+from mlacast.kernels.config.sparse_attention import hopper_decode_plan, ring_config
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_fp8_kernel import sparse_mla_decode_fp8_kernel
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_kernel import OPTIONS, sparse_mla_decode_kernel
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_merge import merge_splits
 
 
-def _pool_arguments(
-    launches: Launches,
-    cache: torch.Tensor,
-    indices: torch.Tensor,
-    lengths: torch.Tensor | None,
-) -> tuple[Any, ...]:
+def _pool_arguments(launches: Launches, pool: CachePool) -> tuple[Any, ...]:
     """One pool as kernel arguments, cache to length stride; pages count in units of 16 bytes."""
+    cache = pool.cache
     assert cache.stride(0) * cache.element_size() % 16 == 0, "records are copied 16 bytes at a time"
     return (
         launches.inside(cache, cache.view(torch.int32)),
@@ -53,8 +46,16 @@ def _pool_arguments(
         cache.shape[1],
         *page_division(cache.shape[1]),
         cache.shape[0] * cache.shape[1],
-        *list_arguments(indices, lengths),
+        *list_arguments(pool.indices, pool.lengths),
     )
+
+
+def _query_arguments(launches: Launches, q: torch.Tensor) -> tuple[Any, ...]:
+    """The query as kernel arguments, with its strides; codes count in units of 16 bytes."""
+    if q.dtype != torch.float8_e4m3fn:
+        return q, q.stride(0), q.stride(1)
+    assert q.stride(0) % 16 == q.stride(1) % 16 == 0, "rows are copied 16 bytes at a time"
+    return launches.inside(q, q.view(torch.int32)), q.stride(0) // 16, q.stride(1) // 16
 
 
 def launch_sparse_mla_decode(
@@ -84,32 +85,17 @@ def launch_sparse_mla_decode(
     num_tokens, num_heads, d_qk = q.shape
     target = store_target(out)
     launches = Launches(q.device, target)
-    pool = _pool_arguments(launches, k_cache, indices, topk_length)
-    extra_pool, extra = pool, None
-    width = indices.shape[1]
-    if extra_k_cache is not None and extra_indices is not None and extra_kv_format is not None:
-        extra_pool = _pool_arguments(launches, extra_k_cache, extra_indices, extra_topk_length)
-        extra = hopper_pool_config(extra_kv_format, d_qk, extra_topk_length)
-        width += extra_indices.shape[1]
-    splits = num_splits or plan_hopper_decode(
-        num_tokens, num_heads, width, q.device, batch_invariant
-    )
-    work = work_config(num_heads, splits)
-    partials = [lse, lse, lse]
-    if work.is_split:
-        partials = split_scratch(splits * num_tokens * num_heads, workspace, launches)
+    pool = _pool_arguments(launches, CachePool(k_cache, indices, topk_length, kv_format))
+    extra = extra_pool(extra_k_cache, extra_indices, extra_topk_length, extra_kv_format)
+    width = indices.shape[1] + (0 if extra is None else extra.indices.shape[1])
+    plan = hopper_decode_plan(num_tokens, num_heads, width, q.device, num_splits, batch_invariant)
+    work, splits, items, programs = plan
+    partials = split_places(splits, num_tokens * num_heads, lse, workspace, launches)
     rope_places = rope_arguments(attn_sink, rope, lse, indices)
     query = query_config(d_qk, q_order, q_norm_eps, rope)
     end = end_config(d_qk, attn_sink, rope)
     scales, scale_config = split_scales(sm_scale, v_scale, lse)
-    scale_arguments = (
-        scales.sm_scale,
-        scales.sm_scale_tensor,
-        scales.v_scale,
-        scales.v_scale_tensor,
-    )
-    items = num_tokens * work.head_blocks * splits
-    programs = min(items, num_multiprocessors(q.device))
+    has_codes = q.dtype == torch.float8_e4m3fn
     # What both kernels take behind their pools, before and after the norm's epsilon.
     places = (
         *rope_places,
@@ -123,7 +109,6 @@ def launch_sparse_mla_decode(
         items,
         programs,
     )
-    has_codes = q.dtype == torch.float8_e4m3fn
     constants = {
         "WORK": work,
         "RING": ring_config(d_qk, has_codes),
@@ -133,37 +118,20 @@ def launch_sparse_mla_decode(
         "OUTPUT": target.hopper_config,
         **OPTIONS,
     }
+    leading = (*_query_arguments(launches, q), *pool)
     if has_codes:
         assert kv_format.name == "FP8" and extra is None, "codes meet the codes of one FP8 cache"
         assert query == QueryConfig(d_qk, half_pairing=query.half_pairing), "codes stay codes"
-        assert q.stride(0) % 16 == q.stride(1) % 16 == 0, "rows are copied 16 bytes at a time"
-        launches.launch(
-            sparse_mla_decode_fp8_kernel,
-            (programs,),
-            launches.inside(q, q.view(torch.int32)),
-            q.stride(0) // 16,
-            q.stride(1) // 16,
-            *pool,
-            *places,
-            *scale_arguments,
-            **constants,
-        )
+        arguments = (*leading, *places, *scales.in_pairs)
+        launches.launch(sparse_mla_decode_fp8_kernel, (programs,), *arguments, **constants)
     else:
-        launches.launch(
-            sparse_mla_decode_kernel,
-            (programs,),
-            q,
-            q.stride(0),
-            q.stride(1),
-            *pool,
-            *extra_pool,
-            *places,
-            q_norm_eps or 0.0,
-            *scale_arguments,
-            QUERY=query,
-            EXTRA=extra,
-            **constants,
+        second = pool if extra is None else _pool_arguments(launches, extra)
+        arguments = (*leading, *second, *places, q_norm_eps or 0.0, *scales.in_pairs)
+        constants["QUERY"] = query
+        constants["EXTRA"] = (
+            None if extra is None else hopper_pool_config(extra.kv_format, d_qk, extra.lengths)
         )
+        launches.launch(sparse_mla_decode_kernel, (programs,), *arguments, **constants)
     if work.is_split:
         merge_splits(
             launches, partials, rope_places, lse, target, num_tokens, num_heads, splits, end

@@ -60,15 +60,18 @@ def _from_lane_4_away(x):
 
 
 @gluon.jit
-def _load_angles(row_ptr, PLACES: gl.constexpr, COUNT: gl.constexpr, HALF_PAIRING: gl.constexpr):
+def _load_angles(table, position, PLACES: gl.constexpr, COUNT: gl.constexpr, END: gl.constexpr):
     """Cosines and sines [1, COUNT] of dimensions (half pairing) or of pairs, the last of a head.
 
-    Those before the last 64 dimensions get angles that nobody uses.
+    Those before the last 64 dimensions get angles that nobody uses. ``table`` is its pointer,
+    stride and rows, to which the position is clamped.
     """
+    table_ptr, stride_table, table_rows = table
+    row_ptr = table_ptr + gl.minimum(gl.maximum(position, 0), table_rows - 1) * stride_table
     at = gl.arange(0, COUNT, PLACES)
     cos = gl.load(row_ptr + at % 32)
     sin = gl.load(row_ptr + 32 + at % 32)
-    if HALF_PAIRING:
+    if END.half_pairing:
         # The first of a pair adds its partner's share, the second subtracts it.
         sin = gl.where(at % 64 < 32, sin, -sin)
     return cos[None, :], sin[None, :]
@@ -103,7 +106,7 @@ def _rotate_back(x, cos, sin, dead, N: gl.constexpr, HALF_PAIRING: gl.constexpr)
     # -0.0 is the identity of addition: the sum over blocks returns the last one bit for bit. Where
     # it is written as a number the language takes it for 0.0.
     negative_zero = gl.cast(gl.cast(-0x80000000, gl.int32), gl.float32, bitcast=True)
-    last = gl.sum(gl.where(is_last, blocks, negative_zero), 1)
+    last = gl.sum(gl.where(is_last, blocks, negative_zero), 1)  # [heads, N]
     last = gl.convert_layout(last, LAYOUT, assert_trivial=True)
     rotated = _rotate_pairs(last, cos, sin, HALF_PAIRING)
     # Whatever the table holds at the position of an empty row, its output is zero.
@@ -156,6 +159,50 @@ def _add_states(
     return acc, running_sum
 
 
+@gluon.jit
+def _sum_states(
+    partials, states, row, step, shift, num_splits, d, AHEAD: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Output [heads, 512] and sums [heads] of all splits, un-normalised; ``states`` is loaded."""
+    acc = gl.zeros((row.shape[0], 512), gl.float32, LAYOUT)
+    running_sum = gl.zeros((row.shape[0],), gl.float32, gl.SliceLayout(1, LAYOUT))
+    acc, running_sum = _add_states(acc, running_sum, states, shift, 0, num_splits, AHEAD, True)
+    for first in range(AHEAD, num_splits, AHEAD):
+        states = _load_states(partials, row, step, first, num_splits, d, AHEAD)
+        acc, running_sum = _add_states(
+            acc, running_sum, states, shift, first, num_splits, AHEAD, False
+        )
+    return acc, running_sum
+
+
+@gluon.jit
+def _find_heads(num_heads, BLOCK_H: gl.constexpr, FULL_TILES: gl.constexpr, ROW: gl.constexpr):
+    """The program's first head, and those of its rows [heads]."""
+    head_start = gl.program_id(1) * BLOCK_H
+    head = head_start + gl.arange(0, BLOCK_H, ROW)
+    if not FULL_TILES:
+        # Threads without a head of their own repeat the last one; only its lse is stored again.
+        head = gl.minimum(head, num_heads - 1)
+    return head_start, head
+
+
+@gluon.jit
+def _find_factors(running_max, running_sum, sink, HAS_SINK: gl.constexpr):
+    """What multiplies the output of each row, 0 for an empty one, and its lse; all [heads].
+
+    ``sink`` [heads] is not looked at without HAS_SINK.
+    """
+    empty = running_sum == 0.0
+    divisor = gl.where(empty, 1.0, running_sum)
+    lse = gl.where(empty, -float("inf"), (running_max + gl.log2(divisor)) * LN_2)
+    factor = gl.where(empty, 0.0, 1.0 / divisor)
+    if HAS_SINK:
+        # An empty row keeps the factor 0: sink - (-inf) would be +inf, -inf - (-inf) NaN.
+        shifted = gl.where(empty, 0.0, sink - lse)
+        factor = gl.where(sink == float("inf"), 0.0, factor / (1.0 + gl.exp(shifted)))
+    return factor, lse
+
+
 @gluon.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=UNALIGNED)
 def merge_splits_kernel(
     partial_out_ptr,
@@ -205,19 +252,16 @@ def merge_splits_kernel(
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 4], SHAPE, WARPS, [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     token = gl.program_id(0).to(gl.int64)
-    head_start = gl.program_id(1) * BLOCK_H
-    head = head_start + gl.arange(0, BLOCK_H, ROW)
-    if not FULL_TILES:
-        # Threads without a head of their own repeat the last one; only its lse is stored again.
-        head = gl.minimum(head, num_heads - 1)
+    head_start, head = _find_heads(num_heads, BLOCK_H, FULL_TILES, ROW)
     # No scratch of 4 TB: rows of all splits can be counted in 32 bits.
-    row = gl.program_id(0) * num_heads + head
+    row = gl.program_id(0) * num_heads + head  # [heads]
     step = num_tokens * num_heads
     d = gl.arange(0, 512, gl.SliceLayout(0, LAYOUT))
     partials = (partial_out_ptr, partial_max_ptr, partial_sum_ptr)
 
     # Inputs that were complete before the splits began need not wait for them.
     scale = output_scale(scale_ptr, OUTPUT.kind)
+    sink = scale
     if END.has_sink:
         sink = gl.load(sink_ptr + head)
     if END.rotates_back:
@@ -233,36 +277,18 @@ def merge_splits_kernel(
         running_max = gl.maximum(running_max, gl.load(partial_max_ptr + (row + split * step)))
     if END.rotates_back:
         # Only now, behind a branch: addresses wait for the position, and partials should not.
-        angles = gl.minimum(gl.maximum(position, 0), table_rows - 1)
-        cos, sin = _load_angles(
-            table_ptr + angles * stride_table,
-            gl.SliceLayout(0, LAYOUT if END.half_pairing else PAIRS),
-            8 * THREADS if END.half_pairing else 4 * THREADS,
-            END.half_pairing,
-        )
+        ANGLES: gl.constexpr = gl.SliceLayout(0, LAYOUT if END.half_pairing else PAIRS)
+        COUNT: gl.constexpr = 8 * THREADS if END.half_pairing else 4 * THREADS
+        table = (table_ptr, stride_table, table_rows)
+        cos, sin = _load_angles(table, position, ANGLES, COUNT, END)
     for at in gl.static_range(AHEAD):
         running_max = gl.maximum(running_max, maxima[at])
     # -inf - -inf is NaN: shift by 0 where no split has a key.
     shift = gl.where(running_max == -float("inf"), 0.0, running_max)
-    acc = gl.zeros((BLOCK_H, 512), gl.float32, LAYOUT)
-    running_sum = gl.zeros((BLOCK_H,), gl.float32, ROW)
-    acc, running_sum = _add_states(acc, running_sum, states, shift, 0, num_splits, AHEAD, True)
-    for first in range(AHEAD, num_splits, AHEAD):
-        states = _load_states(partials, row, step, first, num_splits, d, AHEAD)
-        acc, running_sum = _add_states(
-            acc, running_sum, states, shift, first, num_splits, AHEAD, False
-        )
-
-    empty = running_sum == 0.0
-    divisor = gl.where(empty, 1.0, running_sum)
-    lse = gl.where(empty, -float("inf"), (running_max + gl.log2(divisor)) * LN_2)
-    factor = gl.where(empty, 0.0, 1.0 / divisor)
-    if END.has_sink:
-        # An empty row keeps the factor 0: sink - (-inf) would be +inf, -inf - (-inf) NaN.
-        shifted = gl.where(empty, 0.0, sink - lse)
-        factor = gl.where(sink == float("inf"), 0.0, factor / (1.0 + gl.exp(shifted)))
+    acc, running_sum = _sum_states(partials, states, row, step, shift, num_splits, d, AHEAD, LAYOUT)
+    factor, lse = _find_factors(running_max, running_sum, sink, END.has_sink)
     gl.store(lse_ptr + row, lse)
-    dead = factor == 0.0
+    dead = factor == 0.0  # [heads]
     # where, not a product with 0: an all-masked accumulator may hold NaN from an infinite value.
     out = gl.where(dead[:, None], 0.0, acc * factor[:, None])
     if END.rotates_back:

@@ -104,15 +104,9 @@ def sparse_mla_prefill_576_kernel(
     # Until here the kernel before this one may run: kernels/common/dependents.py.
     gdc_wait()
     gdc_launch_dependents()
-    # What both halves of the output get.
-    places = (
-        barriers,
-        k_smem,
-        p_smem,
-        alpha_smem,
-        topk,
-        length_ptr,
-        stride_length,
+    lengths = (topk, length_ptr, stride_length)
+    rope = (table_ptr, stride_table, table_rows, positions_ptr, stride_positions)
+    target = (
         data_ptr,
         sf_ptr,
         scale_ptr,
@@ -122,31 +116,19 @@ def sparse_mla_prefill_576_kernel(
         stride_sf_group,
         stride_sf_word,
         padding_rows,
-        num_heads,
-        num_tiles,
     )
+    # What both halves of the output get.
+    places = (barriers, k_smem, p_smem, alpha_smem, lengths, target, num_heads, num_tiles)
     gl.warp_specialize(
         [
             (
                 score_role,
                 (
                     barriers,
-                    k_smem,
-                    tail_smem,
-                    q_smem,
-                    q_16_smem,
-                    p_smem,
-                    alpha_smem,
-                    mask_smem,
-                    topk,
-                    length_ptr,
-                    stride_length,
+                    (k_smem, tail_smem, q_smem, q_16_smem, p_smem, alpha_smem, mask_smem),
+                    lengths,
                     sink_ptr,
-                    table_ptr,
-                    stride_table,
-                    table_rows,
-                    positions_ptr,
-                    stride_positions,
+                    rope,
                     max_logits_ptr,
                     lse_ptr,
                     num_heads,
@@ -163,24 +145,14 @@ def sparse_mla_prefill_576_kernel(
             (
                 gather_role,
                 (
-                    q_ptr,
-                    stride_q_token,
-                    stride_q_head,
-                    kv_ptr,
-                    stride_kv,
-                    s_kv,
-                    indices_ptr,
-                    stride_indices,
-                    topk,
-                    length_ptr,
-                    stride_length,
+                    (q_ptr, stride_q_token, stride_q_head),
+                    (kv_ptr, stride_kv, s_kv),
+                    (indices_ptr, stride_indices),
+                    lengths,
                     num_heads,
                     num_tiles,
                     barriers,
-                    k_smem,
-                    tail_smem,
-                    q_smem,
-                    mask_smem,
+                    (k_smem, tail_smem, q_smem, mask_smem),
                     WORK,
                     POOL,
                 ),

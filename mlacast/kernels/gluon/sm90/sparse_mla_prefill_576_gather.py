@@ -63,24 +63,14 @@ def _publish(barriers, slot):
 
 @gluon.jit
 def gather_role(
-    q_ptr,
-    stride_q_token,
-    stride_q_head,
-    kv_ptr,
-    stride_kv,
-    s_kv,
-    indices_ptr,
-    stride_indices,
-    topk,
-    length_ptr,
-    stride_length,
+    query,
+    keys,
+    lists,
+    lengths,
     num_heads,
     num_tiles,
     barriers,
-    k_smem,
-    tail_smem,
-    q_smem,
-    mask_smem,
+    memory,
     WORK: gl.constexpr,
     POOL: gl.constexpr,
 ):
@@ -91,6 +81,11 @@ def gather_role(
     it takes a slot. Row numbers are loaded one block ahead, across tiles. Rows that do not count
     are zero and marked in ``mask_smem``.
     """
+    q_ptr, stride_q_token, stride_q_head = query
+    kv_ptr, stride_kv, s_kv = keys
+    indices_ptr, stride_indices = lists
+    topk, length_ptr, stride_length = lengths
+    k_smem, tail_smem, q_smem, mask_smem = memory
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     lane = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
     d = gl.arange(0, 512, gl.SliceLayout(0, LAYOUT))
@@ -123,8 +118,8 @@ def gather_role(
         slot = next_slot(slot)
         num_blocks = block_count(length)
         for i in range(num_blocks):
-            valid = (ids >= 0) & (ids < s_kv)
-            rows = kv_ptr + (ids.to(gl.int64) * stride_kv)[:, None]
+            valid = (ids >= 0) & (ids < s_kv)  # [64]
+            rows = kv_ptr + (ids.to(gl.int64) * stride_kv)[:, None]  # [64, 1]
             is_last = i == num_blocks - 1
             ids = _load_ids(
                 indices_ptr,

@@ -42,26 +42,10 @@ def output_role(
     Consumes ``P_READY``, ``P_GO`` and ``FACTOR_READY``; produces, together with the other half,
     ``P_FREE``, ``ALPHA_FREE``, ``K_FREE`` and ``FACTOR_FREE``.
     """
-    (
-        barriers,
-        k_smem,
-        p_smem,
-        alpha_smem,
-        topk,
-        length_ptr,
-        stride_length,
-        data_ptr,
-        sf_ptr,
-        scale_ptr,
-        stride_data_token,
-        stride_data_group,
-        stride_sf_token,
-        stride_sf_group,
-        stride_sf_word,
-        padding_rows,
-        num_heads,
-        num_tiles,
-    ) = places
+    barriers, k_smem, p_smem, alpha_smem, lengths, target, num_heads, num_tiles = places
+    topk, length_ptr, stride_length = lengths
+    data_ptr, sf_ptr, scale_ptr, stride_data_token, stride_data_group = target[:5]
+    stride_sf_token, stride_sf_group, stride_sf_word, padding_rows = target[5:]
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, OUT)
@@ -75,14 +59,14 @@ def output_role(
         for i in range(num_blocks):
             slot = next_slot(slot)
             mbarrier.wait(barriers.index(P_READY), count & 1)
-            alpha = alpha_smem.load(ROW)
+            alpha = alpha_smem.load(ROW)  # [64]
             # Only the final factors wait for that; the next rescale factors wait for P V.
             mbarrier.arrive(barriers.index(ALPHA_FREE), count=1, pred=i == num_blocks - 1)
             o = o * alpha[:, None]
             # The last quarter in registers frees the weights' only buffer before P V is done.
-            p = p_smem.slice(48, 16, dim=1).load(P)
+            p = p_smem.slice(48, 16, dim=1).load(P)  # [64, 16]
             mbarrier.wait(barriers.index(P_GO + (count & 1)), (count >> 1) & 1)
-            v = k_smem.index(slot).slice(HALF * 256, 256, dim=1)
+            v = k_smem.index(slot).slice(HALF * 256, 256, dim=1)  # [64, 256]
             o = warpgroup_mma(p_smem.slice(0, 32, dim=1), v.slice(0, 32, dim=0), o, is_async=True)
             o = warpgroup_mma(p_smem.slice(32, 16, dim=1), v.slice(32, 16, dim=0), o, is_async=True)
             o = warpgroup_mma(p, v.slice(48, 16, dim=0), o, is_async=True)
@@ -92,7 +76,7 @@ def output_role(
             mbarrier.arrive(barriers.index(K_FREE + slot), count=1)
             count += 1
         mbarrier.wait(barriers.index(FACTOR_READY), tile_phase)
-        factor = alpha_smem.load(ROW)
+        factor = alpha_smem.load(ROW)  # [64]
         mbarrier.arrive(barriers.index(FACTOR_FREE), count=1)
         tile_phase ^= 1
         row = token.to(gl.int64)

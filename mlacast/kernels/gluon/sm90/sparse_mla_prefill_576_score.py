@@ -39,6 +39,13 @@ from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
     row_length,
 )
 
+# Sums of the rows [64] of scores by the four threads that share one, [64, 4].
+_PARTIAL = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
+    )
+)
+
 
 @gluon.jit
 def _start_scores(barriers, query, k, tail, S: gl.constexpr):
@@ -67,7 +74,7 @@ def _start_scores(barriers, query, k, tail, S: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(s, running_max, partial_sum, score_scale, PARTIAL: gl.constexpr):
+def _softmax(s, running_max, partial_sum, score_scale):
     """Fold one block of scores [64, 64] into the softmax state.
 
     Returns:
@@ -79,9 +86,9 @@ def _softmax(s, running_max, partial_sum, score_scale, PARTIAL: gl.constexpr):
     shift = gl.where(new_max == -float("inf"), 0.0, new_max)
     p = gl.exp2(s * score_scale - shift[:, None])
     alpha = gl.exp2(running_max - shift)
-    by_quad = gl.sum(gl.sum(gl.reshape(p, (64, 8, 4, 2)), 3), 1)
-    by_quad = gl.convert_layout(by_quad, PARTIAL, assert_trivial=True)
-    rescale = gl.convert_layout(alpha, gl.SliceLayout(1, PARTIAL))
+    by_quad = gl.sum(gl.sum(gl.reshape(p, (64, 8, 4, 2)), 3), 1)  # [64, 4]
+    by_quad = gl.convert_layout(by_quad, _PARTIAL, assert_trivial=True)
+    rescale = gl.convert_layout(alpha, gl.SliceLayout(1, _PARTIAL))
     return p.to(gl.bfloat16), alpha, new_max, partial_sum * rescale[:, None] + by_quad
 
 
@@ -99,24 +106,96 @@ def _publish_weights(barriers, p, alpha, p_smem, alpha_smem, count):
 
 
 @gluon.jit
+def _finish_scores(s, masked, mask):
+    """Wait for the scores [64, 64] of a block; keys that ``mask`` marks get -inf."""
+    COLUMN: gl.constexpr = gl.SliceLayout(0, s.type.layout)
+    s = warpgroup_mma_wait(0, deps=[s])
+    if masked != 0:
+        s = apply_mask(s, mask, COLUMN)
+    return s
+
+
+@gluon.jit
+def _publish_factors(barriers, factor, alpha_smem, count):
+    """Hand the factors [64] of a tile to the output roles; bit 30 of ``count`` is its parity."""
+    mbarrier.wait(barriers.index(ALPHA_FREE), count >> 30)
+    alpha_smem.store(factor)
+    mbarrier.arrive(barriers.index(FACTOR_READY), count=1)
+
+
+@gluon.jit
+def _rotate_query(q_smem, slot, cos, sin, Q: gl.constexpr, HALF_PAIRING: gl.constexpr):
+    """Rotate the last 64 dimensions of the query where they lie, the right half of ``q_smem``."""
+    # Zero, but as part of the address it keeps that from being held from tile to tile.
+    q_rope = q_smem.index(slot >> 2).slice(64, 64, dim=1)
+    rotated = rotate(q_rope.load(Q), cos, sin, HALF_PAIRING)  # [64, 64]
+    q_rope.store(gl.convert_layout(rotated, Q))
+
+
+@gluon.jit
+def _load_query(q_slot, q_16_smem, q_smem, Q: gl.constexpr):
+    """The query in parts: 432 dimensions of the slot in registers, 16 and 128 in shared memory."""
+    q_16_smem.store(q_slot.slice(432, 16, dim=1).load(Q))
+    return (
+        q_slot.slice(0, 256, dim=1).load(Q),
+        q_slot.slice(256, 128, dim=1).load(Q),
+        q_slot.slice(384, 32, dim=1).load(Q),
+        q_slot.slice(416, 16, dim=1).load(Q),
+        q_16_smem,
+        q_smem.index(0),
+    )
+
+
+@gluon.jit
+def _load_sink(sink_ptr, tile, num_heads, WORK: gl.constexpr, ROW: gl.constexpr):
+    """Sinks [64] of the heads of a tile."""
+    head = (tile % WORK.head_blocks) * BLOCK_H + opaque_rows(ROW)
+    if WORK.full_tiles:
+        return gl.load(sink_ptr + head)
+    else:
+        # Absent heads take the sink of the last: nobody reads what they become.
+        return gl.load(sink_ptr + gl.minimum(head, num_heads - 1))
+
+
+@gluon.jit
+def _find_factors(running_max, partial_sum, sink, HAS_SINK: gl.constexpr):
+    """What multiplies the output of each row, 0 for an empty one, and its lse; all [64].
+
+    ``sink`` [64] is not looked at without HAS_SINK.
+    """
+    total = gl.convert_layout(gl.sum(partial_sum, 1), running_max.type.layout)
+    empty = total == 0.0
+    divisor = gl.where(empty, 1.0, total)
+    lse = gl.where(empty, -float("inf"), (running_max + gl.log2(divisor)) * LN_2)
+    factor = gl.where(empty, 0.0, 1.0 / divisor)
+    if HAS_SINK:
+        # An empty row keeps the factor 0: -inf - (-inf) would be NaN.
+        shifted = gl.where(empty, 0.0, sink - lse)
+        factor = gl.where(sink == float("inf"), 0.0, factor / (1.0 + gl.exp(shifted)))
+    return factor, lse
+
+
+@gluon.jit
+def _store_sums(max_logits_ptr, lse_ptr, running_max, lse, tile, num_heads, WORK: gl.constexpr):
+    """Store lse and the largest logits [64] of the heads of a tile."""
+    ROW: gl.constexpr = lse.type.layout
+    head = (tile % WORK.head_blocks) * BLOCK_H + opaque_rows(ROW)
+    target = row_offset(tile // WORK.head_blocks, num_heads)
+    if WORK.full_tiles:
+        gl.store(lse_ptr + target + head, lse)
+        gl.store(max_logits_ptr + target + head, running_max * LN_2)
+    else:
+        gl.store(lse_ptr + target + head, lse, mask=head < num_heads)
+        gl.store(max_logits_ptr + target + head, running_max * LN_2, mask=head < num_heads)
+
+
+@gluon.jit
 def score_role(
     barriers,
-    k_smem,
-    tail_smem,
-    q_smem,
-    q_16_smem,
-    p_smem,
-    alpha_smem,
-    mask_smem,
-    topk,
-    length_ptr,
-    stride_length,
+    memory,
+    lengths,
     sink_ptr,
-    table_ptr,
-    stride_table,
-    table_rows,
-    positions_ptr,
-    stride_positions,
+    rope,
     max_logits_ptr,
     lse_ptr,
     num_heads,
@@ -134,13 +213,12 @@ def score_role(
     so that P V overlaps the softmax and does not starve Q K^T), per tile ``FACTOR_READY``. Of the
     query 432 dimensions are in registers, 144 in shared memory: 16 more in registers would spill.
     """
+    k_smem, tail_smem, q_smem, q_16_smem, p_smem, alpha_smem, mask_smem = memory
+    topk, length_ptr, stride_length = lengths
+    table_ptr, stride_table, table_rows, positions_ptr, stride_positions = rope
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     Q: gl.constexpr = gl.DotOperandLayout(0, S, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, S)
-    COLUMN: gl.constexpr = gl.SliceLayout(0, S)
-    PARTIAL: gl.constexpr = gl.DistributedLinearLayout(
-        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
-    )
     slot = 0
     phase = 0
     # Blocks; bit 30 is the parity of tiles, which shares the register.
@@ -162,20 +240,8 @@ def score_role(
             next_angles = table_row(table_rows, positions_ptr, stride_positions, next_token)
         mbarrier.wait(barriers.index(K_READY + slot), phase)
         if QUERY.is_rotated:
-            # Zero, but as part of the address it keeps that from being held from tile to tile.
-            q_rope = q_smem.index(slot >> 2).slice(64, 64, dim=1)
-            rotated = rotate(q_rope.load(Q), cos, sin, QUERY.half_pairing)
-            q_rope.store(gl.convert_layout(rotated, Q))
-        q_slot = k_smem.index(slot)
-        q_16_smem.store(q_slot.slice(432, 16, dim=1).load(Q))
-        query = (
-            q_slot.slice(0, 256, dim=1).load(Q),
-            q_slot.slice(256, 128, dim=1).load(Q),
-            q_slot.slice(384, 32, dim=1).load(Q),
-            q_slot.slice(416, 16, dim=1).load(Q),
-            q_16_smem,
-            q_smem.index(0),
-        )
+            _rotate_query(q_smem, slot, cos, sin, Q, QUERY.half_pairing)
+        query = _load_query(k_smem.index(slot), q_16_smem, q_smem, Q)
         mbarrier.arrive(barriers.index(K_FREE + slot), count=2)
         phase = next_phase(slot, phase)
         slot = next_slot(slot)
@@ -186,15 +252,13 @@ def score_role(
         # The rescale factors of this tile come where the final factors of the last one are.
         mbarrier.wait(barriers.index(FACTOR_FREE), (count >> 30) ^ 1)
         running_max = gl.full((BLOCK_H,), -float("inf"), gl.float32, ROW)
-        partial_sum = gl.full((BLOCK_H, 4), 0.0, gl.float32, PARTIAL)
-        s = warpgroup_mma_wait(0, deps=[s])
-        if masked != 0:
-            s = apply_mask(s, mask_smem.index(slot), COLUMN)
+        partial_sum = gl.full((BLOCK_H, 4), 0.0, gl.float32, _PARTIAL)
+        s = _finish_scores(s, masked, mask_smem.index(slot))
         for _ in range(num_blocks - 1):
             phase = next_phase(slot, phase)
             slot = next_slot(slot)
             p, alpha, running_max, partial_sum = _softmax(
-                s, running_max, partial_sum, score_scale_log2, PARTIAL
+                s, running_max, partial_sum, score_scale_log2
             )
             mbarrier.wait(barriers.index(K_READY + slot), phase)
             _publish_weights(barriers, p, alpha, p_smem, alpha_smem, count)
@@ -202,48 +266,23 @@ def score_role(
             masked = any_marked(mask_smem.index(slot))
             s = warpgroup_mma_wait(1, deps=[s])
             mbarrier.arrive(barriers.index(P_GO + (count & 1)), count=1)
-            s = warpgroup_mma_wait(0, deps=[s])
-            if masked != 0:
-                s = apply_mask(s, mask_smem.index(slot), COLUMN)
+            s = _finish_scores(s, masked, mask_smem.index(slot))
             count += 1
         mbarrier.arrive(barriers.index(Q_FREE), count=1)
         # The query's registers are free now, and the end of the tile hides the latency of loads.
+        sink = running_max
         if END.has_sink:
-            head = (tile % WORK.head_blocks) * BLOCK_H + opaque_rows(ROW)
-            if WORK.full_tiles:
-                sink = gl.load(sink_ptr + head)
-            else:
-                # Absent heads take the sink of the last: nobody reads what they become.
-                sink = gl.load(sink_ptr + gl.minimum(head, num_heads - 1))
+            sink = _load_sink(sink_ptr, tile, num_heads, WORK, ROW)
         if QUERY.is_rotated:
             cos, sin = load_angles(table_ptr, stride_table, next_angles, pairs)
-        p, alpha, running_max, partial_sum = _softmax(
-            s, running_max, partial_sum, score_scale_log2, PARTIAL
-        )
+        p, alpha, running_max, partial_sum = _softmax(s, running_max, partial_sum, score_scale_log2)
         _publish_weights(barriers, p, alpha, p_smem, alpha_smem, count)
         mbarrier.arrive(barriers.index(P_GO + (count & 1)), count=1)
         count += 1
         phase = next_phase(slot, phase)
         slot = next_slot(slot)
 
-        total = gl.convert_layout(gl.sum(partial_sum, 1), ROW)
-        empty = total == 0.0
-        divisor = gl.where(empty, 1.0, total)
-        lse = gl.where(empty, -float("inf"), (running_max + gl.log2(divisor)) * LN_2)
-        factor = gl.where(empty, 0.0, 1.0 / divisor)
-        if END.has_sink:
-            # An empty row keeps the factor 0: -inf - (-inf) would be NaN.
-            shifted = gl.where(empty, 0.0, sink - lse)
-            factor = gl.where(sink == float("inf"), 0.0, factor / (1.0 + gl.exp(shifted)))
-        mbarrier.wait(barriers.index(ALPHA_FREE), count >> 30)
-        alpha_smem.store(factor)
-        mbarrier.arrive(barriers.index(FACTOR_READY), count=1)
+        factor, lse = _find_factors(running_max, partial_sum, sink, END.has_sink)
+        _publish_factors(barriers, factor, alpha_smem, count)
         count ^= 1 << 30
-        head = (tile % WORK.head_blocks) * BLOCK_H + opaque_rows(ROW)
-        target = row_offset(token, num_heads)
-        if WORK.full_tiles:
-            gl.store(lse_ptr + target + head, lse)
-            gl.store(max_logits_ptr + target + head, running_max * LN_2)
-        else:
-            gl.store(lse_ptr + target + head, lse, mask=head < num_heads)
-            gl.store(max_logits_ptr + target + head, running_max * LN_2, mask=head < num_heads)
+        _store_sums(max_logits_ptr, lse_ptr, running_max, lse, tile, num_heads, WORK)
