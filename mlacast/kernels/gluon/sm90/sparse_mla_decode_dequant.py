@@ -5,8 +5,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from mlacast.kernels.common.sm90_rotation import opaque
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_layouts import ROW
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import (
-    ROW,
     TAIL_UNIT,
     V32_SCALES,
     decode_unit,
@@ -138,18 +138,18 @@ def _fetch(
         # From the codes' address, so that a thread keeps one a record.
         scale_ptr = row_ptr + V32_SCALES
     if FORMAT == "fp8_576" and UNIT == TAIL_UNIT - 1:
-        fetch_unit(tail_stage, row_ptr, valid, TAIL_UNIT, FORMAT)
+        fetch_unit(tail_stage, row_ptr, valid, TAIL_UNIT, FORMAT, MIXED)
     if MIXED:
         if is_extra:
-            fetch_unit(stage, row_ptr, valid, UNIT, EXTRA_FORMAT)
+            fetch_unit(stage, row_ptr, valid, UNIT, EXTRA_FORMAT, MIXED)
             if UNIT == 0:
                 fetch_scales(fp4_scale_stage(stage), scale_ptr, valid, EXTRA_FORMAT)
         else:
-            fetch_unit(stage, row_ptr, valid, UNIT, FORMAT)
+            fetch_unit(stage, row_ptr, valid, UNIT, FORMAT, MIXED)
             if UNIT == 0:
                 fetch_scales(scale_stage, scale_ptr, valid, FORMAT)
     else:
-        fetch_unit(stage, row_ptr, valid, UNIT, FORMAT)
+        fetch_unit(stage, row_ptr, valid, UNIT, FORMAT, MIXED)
         if UNIT == 0:
             fetch_scales(scale_stage, scale_ptr, valid, FORMAT)
     async_copy.commit_group()
@@ -166,11 +166,11 @@ def _read_scales(
     """Scales of the block in the stage; with mixed pools those of its pool, in the same words."""
     if MIXED:
         if is_extra:
-            scales = read_scales(fp4_scale_stage(stages[0]), "v41_fp4")
+            scales = read_scales(fp4_scale_stage(stages[0]), "v41_fp4", MIXED)
         else:
-            scales = read_scales(scale_stage, FORMAT)
+            scales = read_scales(scale_stage, FORMAT, MIXED)
     else:
-        scales = read_scales(scale_stage, FORMAT)
+        scales = read_scales(scale_stage, FORMAT, MIXED)
     return scales
 
 
@@ -189,11 +189,11 @@ def _decode(
     """Decode one unit of either pool."""
     if MIXED:
         if is_extra:
-            decode_unit(stage, scales, target_even, target_odd, UNIT, EXTRA_FORMAT)
+            decode_unit(stage, scales, target_even, target_odd, UNIT, EXTRA_FORMAT, MIXED)
         else:
-            decode_unit(stage, scales, target_even, target_odd, UNIT, FORMAT)
+            decode_unit(stage, scales, target_even, target_odd, UNIT, FORMAT, MIXED)
     else:
-        decode_unit(stage, scales, target_even, target_odd, UNIT, FORMAT)
+        decode_unit(stage, scales, target_even, target_odd, UNIT, FORMAT, MIXED)
 
 
 @gluon.jit
@@ -404,7 +404,7 @@ def dequant_role(
                 )
             if FORMAT == "fp8_576":
                 tail = tail_words.index(blocks & 1)
-                decode_unit(tail_stage, scales, tail, tail, TAIL_UNIT, FORMAT)
+                decode_unit(tail_stage, scales, tail, tail, TAIL_UNIT, FORMAT, MIXED)
             mbarrier.arrive(k_ready.index(slot), count=129)
             slot, phase = next_piece(slot, phase, NUM_PIECES)
             blocks += 1

@@ -10,10 +10,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_dequant import dequant_role
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_layouts import SCALE_STAGE, stage_layout
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_output import output_role
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import (
-    SCALE_STAGE,
-    STAGE_32,
     has_tail,
     unit_count,
 )
@@ -149,22 +148,23 @@ def sparse_mla_decode_kernel(
     ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     FORMAT: gl.constexpr = POOL.record
+    STAGE: gl.constexpr = stage_layout(EXTRA is not None and EXTRA.record != FORMAT)
     NUM_PIECES: gl.constexpr = RING.num_pieces
     QUERY_PIECES: gl.constexpr = 3 if has_tail(FORMAT) else 2
     k_even = gl.allocate_shared_memory(gl.bfloat16, [NUM_PIECES, BLOCK_N, 128], TILE)
     k_odd = gl.allocate_shared_memory(gl.bfloat16, [NUM_PIECES, BLOCK_N, 128], TILE)
     if unit_count(FORMAT) == 4:
         stages = (
-            gl.allocate_shared_memory(gl.int32, [BLOCK_N, 32], STAGE_32),
-            gl.allocate_shared_memory(gl.int32, [BLOCK_N, 32], STAGE_32),
-            gl.allocate_shared_memory(gl.int32, [BLOCK_N, 32], STAGE_32),
-            gl.allocate_shared_memory(gl.int32, [BLOCK_N, 32], STAGE_32),
+            gl.allocate_shared_memory(gl.int32, [BLOCK_N, 32], STAGE),
+            gl.allocate_shared_memory(gl.int32, [BLOCK_N, 32], STAGE),
+            gl.allocate_shared_memory(gl.int32, [BLOCK_N, 32], STAGE),
+            gl.allocate_shared_memory(gl.int32, [BLOCK_N, 32], STAGE),
         )
     else:
-        stages = gl.allocate_shared_memory(gl.int32, [4, BLOCK_N, 32], STAGE_32)
+        stages = gl.allocate_shared_memory(gl.int32, [4, BLOCK_N, 32], STAGE)
     tail_stage = k_even
     if FORMAT == "fp8_576":
-        tail_stage = gl.allocate_shared_memory(gl.int32, [BLOCK_N, 32], STAGE_32)
+        tail_stage = gl.allocate_shared_memory(gl.int32, [BLOCK_N, 32], STAGE)
     scale_stage = gl.allocate_shared_memory(gl.int32, [BLOCK_N, 4], SCALE_STAGE)
     tail_smem = k_even
     if has_tail(FORMAT):

@@ -11,78 +11,36 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
-# Four threads a row, 64 bytes: whole sectors from global memory, and neither the copies nor the
-# decoded words, of two rows for each eight threads, meet in a bank.
-_LANES = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
-_WARPS = [[8, 0], [16, 0]]
-WORDS_32 = gl.constexpr(
-    gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 16], [32, 0]], _LANES, _WARPS, [], [64, 32])
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_layouts import (
+    BY_THREAD,
+    BY_THREAD_MIXED,
+    FP4_SCALE_STAGE,
+    ROW,
+    SCALE_PAIRS,
+    SCALE_PAIRS_STAGE,
+    SCALE_STAGE,
+    SCALES_2,
+    SCALES_4,
+    SCALES_4_MIXED,
+    SCALES_8,
+    STAGE_16,
+    STAGE_16_MIXED,
+    WORDS_16,
+    WORDS_16_MIXED,
+    WORDS_32,
 )
-WORDS_16 = gl.constexpr(
-    gl.DistributedLinearLayout([[0, 1], [0, 2], [32, 0]], _LANES, _WARPS, [], [64, 16])
-)
-# Either half of a row apart: every thread's pieces are at one address and constants, and those of
-# two rows, read or written at once, are neighbours.
-STAGE_32 = gl.constexpr(
-    gl.SharedLinearLayout(
-        [
-            [0, 1],
-            [0, 2],
-            [0, 4],
-            [0, 8],
-            [1, 0],
-            [2, 0],
-            [4, 0],
-            [8, 0],
-            [16, 0],
-            [32, 0],
-            [0, 16],
-        ],
-        alignment=128,
-    )
-)
-ROW = gl.constexpr(gl.SliceLayout(1, WORDS_32))
-_ROWS = [[1, 0], [2, 0], [4, 0]]
-_SCALES_2 = gl.constexpr(
-    gl.DistributedLinearLayout([[0, 1], [32, 0]], [[0, 0], [0, 0], *_ROWS], _WARPS, [], [64, 2])
-)
-_SCALES_4 = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [32, 0]], [[0, 0], [0, 0], *_ROWS], _WARPS, [], [64, 4]
-    )
-)
-_SCALES_8 = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [32, 0]], [[0, 0], [0, 0], *_ROWS], _WARPS, [], [64, 8]
-    )
-)
-# Scale bytes of a record of "v41_fp4" by unit and thread of the row, in pairs.
-_SCALE_PAIRS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1, 0], [0, 2, 0], [32, 0, 0]],
-        [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        [[8, 0, 0], [16, 0, 0]],
-        [],
-        [64, 4, 4],
-    )
-)
-# Something of each thread of a row, and the bytes of its two scales of two units in two words.
-_BY_THREAD = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[32, 0]],
-        [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
-        [[8, 0], [16, 0]],
-        [],
-        [64, 4],
-    )
-)
+
 _EVEN_BYTES = gl.constexpr(0x6420)
 _ODD_BYTES = gl.constexpr(0x7531)
-_SCALE_PAIRS_STAGE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+# From the lane, where it is used: kept, a thread's selector spills beside codes of four bits.
+_BYTES_OF_LANE = gl.constexpr("""{
+.reg .b32 t;
+mov.u32 t, %laneid;
+shr.u32 t, t, 4;
+mad.lo.u32 $0, t, 0x1111, $1;
+}""")
 # Twice a word 2**56: e4m3 codes read as bfloat16 to 2**-64 of their value.
 TO_KEY_UNIT = gl.constexpr(0x5B805B80)
-SCALE_STAGE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-_STAGE_16 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 # Number of the last 64 dimensions of "fp8_576", which travel and are decoded with unit 3.
@@ -350,7 +308,7 @@ def _parts_of_float32(bits):
 
 
 @gluon.jit
-def fetch_unit(stage, rows, valid, UNIT: gl.constexpr, FORMAT: gl.constexpr):
+def fetch_unit(stage, rows, valid, UNIT: gl.constexpr, FORMAT: gl.constexpr, MIXED: gl.constexpr):
     """Start copying one unit of 64 records; ``rows`` [64] point at them. Invalid ones: zeros."""
     FIRST: gl.constexpr = _unit_words(FORMAT, UNIT)[0]
     WIDTH: gl.constexpr = _unit_words(FORMAT, UNIT)[1]
@@ -360,7 +318,7 @@ def fetch_unit(stage, rows, valid, UNIT: gl.constexpr, FORMAT: gl.constexpr):
     pointers = gl.convert_layout(rows, ROW, assert_trivial=True)[:, None] + column[None, :]
     mask = gl.convert_layout(valid, ROW, assert_trivial=True)[:, None]
     if WIDTH == 16:
-        stage = stage._reinterpret(gl.int32, [64, 16], _STAGE_16)
+        stage = stage._reinterpret(gl.int32, [64, 16], STAGE_16_MIXED if MIXED else STAGE_16)
     async_copy.async_copy_global_to_shared(stage, pointers, mask=mask)
 
 
@@ -380,7 +338,7 @@ def fetch_tail(target, rows, valid):
 @gluon.jit
 def fp4_scale_stage(stage):
     """Upper half of a stage as [64, 8] words: the units of "v41_fp4" leave it free."""
-    return stage._reinterpret(gl.int32, [4, 64, 8], SCALE_STAGE).index(2)
+    return stage._reinterpret(gl.int32, [4, 64, 8], FP4_SCALE_STAGE).index(2)
 
 
 @gluon.jit
@@ -391,7 +349,7 @@ def fetch_scales(scale_stage, scale_rows, valid, FORMAT: gl.constexpr):
     """
     WORDS: gl.constexpr = scale_words(FORMAT)
     if WORDS > 0:
-        LAYOUT: gl.constexpr = _SCALES_8 if WORDS == 8 else _SCALES_4 if WORDS == 4 else _SCALES_2
+        LAYOUT: gl.constexpr = SCALES_8 if WORDS == 8 else SCALES_4 if WORDS == 4 else SCALES_2
         ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
         column = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
         pointers = (
@@ -404,35 +362,47 @@ def fetch_scales(scale_stage, scale_rows, valid, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def read_scales(scale_stage, FORMAT: gl.constexpr):
+def read_scales(scale_stage, FORMAT: gl.constexpr, MIXED: gl.constexpr):
     """Scales of 64 records, a tuple of words.
 
     Of "v32" the record's words [64]; else two words [64, 4] with the scale bytes of the thread's
     own dimensions, two a unit.
     """
     if FORMAT == "v41_fp4":
-        pairs = scale_stage._reinterpret(gl.int16, [64, 4, 4], _SCALE_PAIRS_STAGE)
-        by_unit = gl.permute(gl.reshape(pairs.load(_SCALE_PAIRS), (64, 2, 2, 4)), (0, 1, 3, 2))
+        pairs = scale_stage._reinterpret(gl.int16, [64, 4, 4], SCALE_PAIRS_STAGE)
+        by_unit = gl.permute(gl.reshape(pairs.load(SCALE_PAIRS), (64, 2, 2, 4)), (0, 1, 3, 2))
         even, odd = gl.split(by_unit)
         words = (even.to(gl.int32) & 0xFFFF) | (odd.to(gl.int32) << 16)
         first, second = gl.split(gl.permute(words, (0, 2, 1)))
         return (
-            gl.convert_layout(first, _BY_THREAD, assert_trivial=True),
-            gl.convert_layout(second, _BY_THREAD, assert_trivial=True),
+            gl.convert_layout(first, BY_THREAD_MIXED, assert_trivial=True),
+            gl.convert_layout(second, BY_THREAD_MIXED, assert_trivial=True),
         )
     elif scale_words(FORMAT) == 0:
         return ()
+    elif MIXED:
+        gl.static_assert(FORMAT == "v41", "the only format beside codes of four bits")
+        row = scale_stage.load(SCALES_4_MIXED)
+        columns = _columns(row, 4, gl.SliceLayout(1, BY_THREAD_MIXED))
+        even = gl.full((4,), _EVEN_BYTES, gl.int32, gl.SliceLayout(0, BY_THREAD_MIXED))
+        chosen = gl.inline_asm_elementwise(
+            _BYTES_OF_LANE, "=r,r", [even], dtype=gl.int32, is_pure=False, pack=1
+        )[None, :]
+        return (
+            _choose_bytes(columns[0], columns[1], chosen),
+            _choose_bytes(columns[2], columns[3], chosen),
+        )
     else:
         WORDS: gl.constexpr = scale_words(FORMAT)
-        LAYOUT: gl.constexpr = _SCALES_4 if WORDS == 4 else _SCALES_2
+        LAYOUT: gl.constexpr = SCALES_4 if WORDS == 4 else SCALES_2
         if WORDS == 2:
             scale_stage = scale_stage._reinterpret(gl.int32, [2, 64, 2], SCALE_STAGE).index(0)
-        columns = _columns(scale_stage.load(LAYOUT), WORDS)
+        columns = _columns(scale_stage.load(LAYOUT), WORDS, ROW)
         if FORMAT == "v32":
             return columns
         else:
             # Groups of "v41" are 8 words, and a thread has 4 of either half of a unit.
-            thread = gl.arange(0, 4, gl.SliceLayout(0, _BY_THREAD))
+            thread = gl.arange(0, 4, gl.SliceLayout(0, BY_THREAD))
             chosen = gl.where(thread < 2, _EVEN_BYTES, _ODD_BYTES)[None, :]
             if FORMAT == "v41":
                 return (
@@ -464,14 +434,14 @@ def _choose_bytes(low, high, chosen):
 
 
 @gluon.jit
-def _columns(x, COUNT: gl.constexpr):
+def _columns(x, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
     """Columns of [64, COUNT] registers as a tuple of [64]."""
     if COUNT == 1:
-        return (gl.convert_layout(gl.reshape(x, (64,)), ROW, assert_trivial=True),)
+        return (gl.convert_layout(gl.reshape(x, (64,)), LAYOUT, assert_trivial=True),)
     else:
         halves = gl.permute(gl.reshape(x, (64, 2, COUNT // 2)), (0, 2, 1))
         low, high = gl.split(halves)
-        return _columns(low, COUNT // 2) + _columns(high, COUNT // 2)
+        return _columns(low, COUNT // 2, LAYOUT) + _columns(high, COUNT // 2, LAYOUT)
 
 
 @gluon.jit
@@ -501,7 +471,25 @@ def _values_of_e2m1(words, multipliers):
 
 
 @gluon.jit
-def decode_unit(stage, scales, target_even, target_odd, UNIT: gl.constexpr, FORMAT: gl.constexpr):
+def _store(target, values):
+    """Store words into a part of the ring, a bank for each of eight neighbouring threads.
+
+    It takes twice as long otherwise, and shared memory is what the kernel has least of.
+    """
+    gl.static_assert(gl.bank_conflicts(values.type, target.type) == 0, "threads meet in a bank")
+    target.store(values)
+
+
+@gluon.jit
+def decode_unit(
+    stage,
+    scales,
+    target_even,
+    target_odd,
+    UNIT: gl.constexpr,
+    FORMAT: gl.constexpr,
+    MIXED: gl.constexpr,
+):
     """Turn a staged unit into bfloat16 and store it where its dimensions belong.
 
     ``scales`` are those of the record, see ``read_scales``. The targets are int32 views [64, 64] of
@@ -509,29 +497,30 @@ def decode_unit(stage, scales, target_even, target_odd, UNIT: gl.constexpr, FORM
     """
     WIDTH: gl.constexpr = _unit_words(FORMAT, UNIT)[1]
     target = target_even if UNIT % 2 == 0 else target_odd
-    halves = stage._reinterpret(gl.int32, [2, 64, 16], _STAGE_16)
+    LAYOUT: gl.constexpr = WORDS_16_MIXED if MIXED else WORDS_16
+    halves = stage._reinterpret(gl.int32, [2, 64, 16], STAGE_16_MIXED if MIXED else STAGE_16)
     if FORMAT == "v41_fp4":
         multipliers = _unit_multipliers(scales, UNIT, FORMAT)
-        target.store(_values_of_e2m1(halves.index(0).load(WORDS_16), multipliers))
+        _store(target, _values_of_e2m1(halves.index(0).load(LAYOUT), multipliers))
     elif FORMAT == "v4" and UNIT == 3:
         multipliers = _unit_multipliers(scales, UNIT, FORMAT)
-        values = _values_of_e4m3(halves.index(0).load(WORDS_16), multipliers, 0)
+        values = _values_of_e4m3(halves.index(0).load(LAYOUT), multipliers, 0)
         target_odd.slice(0, 32, dim=1).store(values)
     elif FORMAT == "v4" and UNIT == 4:
         target_odd.slice(32, 32, dim=1).store(_times_2_to_minus_64(stage.load(WORDS_32)))
     elif FORMAT == "v4" or FORMAT == "v41":
         multipliers = _unit_multipliers(scales, UNIT, FORMAT)
-        left = _values_of_e4m3(halves.index(0).load(WORDS_16), multipliers, 0)
-        right = _values_of_e4m3(halves.index(1).load(WORDS_16), multipliers, 1)
+        left = _values_of_e4m3(halves.index(0).load(LAYOUT), multipliers, 0)
+        right = _values_of_e4m3(halves.index(1).load(LAYOUT), multipliers, 1)
         # One store: between two to the same piece there would be a barrier.
         values = gl.permute(gl.join(left, right), (0, 2, 1))
-        target.store(gl.reshape(values, (64, 64)))
+        _store(target, gl.reshape(values, (64, 64)))
     elif FORMAT == "v32":
         words = stage.load(WORDS_32)
         parts = gl.convert_layout(_parts_of_float32(scales[UNIT]), ROW, assert_trivial=True)
         low, high = _e4m3_times_number(words, parts[:, None])
-        target.store(gl.reshape(gl.join(low, high), (64, 64)))
+        _store(target, gl.reshape(gl.join(low, high), (64, 64)))
     else:
-        words = halves.index(0).load(WORDS_16) if WIDTH == 16 else stage.load(WORDS_32)
+        words = halves.index(0).load(LAYOUT) if WIDTH == 16 else stage.load(WORDS_32)
         low, high = e4m3_times_power(words, TO_KEY_UNIT, 0)
-        target.store(gl.reshape(gl.join(low, high), (64, 2 * WIDTH)))
+        _store(target, gl.reshape(gl.join(low, high), (64, 2 * WIDTH)))
