@@ -8,10 +8,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 # Four threads a row, 64 bytes: whole sectors from global memory, and neither the copies nor the
-# decoded codes of eight bits, of two rows for each eight threads, meet in a bank. Codes of four bits
-# would, all of them: there eight neighbours hold one 16-byte piece of eight rows, which the tiles of
-# the ring keep apart. (The unscaled dimensions of "v4" do meet, two threads to a bank; the other
-# order gained nothing for them.)
+# decoded codes of eight bits, of two rows for each eight threads, meet in a bank. Codes of four
+# bits would: there eight neighbours hold one 16-byte piece of eight rows, which the tiles of the
+# ring keep apart. (The unscaled dimensions of "v4" do meet, two threads to a bank: the other order
+# gained nothing for them.)
 _LANES = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
 _LANES_MIXED = [[1, 0], [2, 0], [4, 0], [0, 4], [0, 8]]
 _WARPS = [[8, 0], [16, 0]]
