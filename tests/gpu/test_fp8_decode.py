@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -101,6 +102,86 @@ def test_scores_of_codes_are_as_good_as_the_unit_that_sums_them(
     model = torch.stack([fp8_unit.scores(q[t].float(), own[t : t + 1])[:, 0] for t in range(40)])
     # A unit that dropped a bit more would be twice as far off.
     assert float(error.mean()) <= 1.5 * float((model - exact).abs().mean())
+
+
+def _one_hot_decode(
+    keys: Tensor, indices: Tensor, sm_scale: float, num_splits: int
+) -> tuple[Tensor, Tensor]:
+    """Decode for queries of one 1 and zeros: a key's score is ``sm_scale`` times its first number.
+
+    Args:
+        keys: [n, 576] e4m3.
+        indices: [tokens, topk] int32.
+        sm_scale: Multiplies the scores.
+        num_splits: Of the call.
+
+    Returns:
+        The output [tokens, 64, 512] and the logarithms [tokens, 64], on the CPU.
+    """
+    query = torch.zeros(len(indices), 64, 576)
+    query[..., 0] = 1.0
+    out, lse = mlacast.sparse_mla_decode(
+        query.to(torch.float8_e4m3fn).to(CUDA),
+        keys.view(torch.uint8).view(1, -1, 576).to(CUDA),
+        indices.to(CUDA),
+        kv_format=mlacast.KvFormat.FP8,
+        sm_scale=sm_scale,
+        num_splits=num_splits,
+        backend="hopper",
+    )
+    return oracles.plain(out).cpu(), lse.cpu()
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("growth", [7.9, 8.1, -8.0])
+def test_weights_of_growing_scores_stay_in_float16(growth: float, num_splits: int) -> None:
+    """A maximum that grows (or falls) by about 2**8 a block, where the base of weights moves."""
+    steps = torch.arange(12.0).repeat_interleave(64)
+    keys = torch.randn(12 * 64, 576)
+    keys[:, 0] = steps
+    codes = keys.to(torch.float8_e4m3fn)
+    indices = torch.arange(12 * 64, dtype=torch.int32)[None]
+    sm_scale = abs(growth) * math.log(2.0)
+    if growth < 0:
+        indices = indices.flip(1)
+    out, lse = _one_hot_decode(codes, indices, sm_scale, num_splits)
+    values = codes.double()
+    scores = values[:, 0] * sm_scale
+    assert_close(out, (scores.softmax(0) @ values[:, :512]).expand(1, 64, 512))
+    assert torch.allclose(lse.double(), scores.logsumexp(0).expand(1, 64), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("last", [False, True])
+def test_many_small_weights_count(last: bool, num_splits: int) -> None:
+    """2**16 keys of weight 2**-26 beside one: each alone is nothing in float16 beside a one."""
+    keys = torch.zeros(2, 576)
+    keys[0, 0] = 1.0
+    keys[1, 1:512] = 448.0
+    indices = torch.ones(1, 2**16 + 1, dtype=torch.int32)
+    indices[0, -1 if last else 0] = 0
+    out, lse = _one_hot_decode(
+        keys.to(torch.float8_e4m3fn), indices, 26 * math.log(2.0), num_splits
+    )
+    expected = torch.full((1, 64, 512), 448.0 * 2.0**-10 / (1 + 2.0**-10), dtype=torch.float64)
+    expected[..., 0] = 1 / (1 + 2.0**-10)
+    assert torch.allclose(out.double(), expected, rtol=2.0**-8, atol=0.0)
+    exact = 26 * math.log(2.0) + math.log1p(2.0**-10)
+    assert torch.allclose(lse.double(), torch.full((1, 64), exact).double(), rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("place", [3, 575])
+def test_nan_codes_reach_who_selects_them_and_nobody_else(place: int) -> None:
+    keys = torch.randn(192, 576).to(torch.float8_e4m3fn)
+    keys.view(torch.uint8)[100, place] = 0x7F
+    rows = torch.stack((torch.arange(40, 170), torch.arange(130) % 100)).int()
+    out, lse = _one_hot_decode(keys, rows, 0.5, num_splits=1)
+    assert bool(out[0].isnan().all())
+    assert bool(lse[0].isnan().all())
+    values = keys[rows[1]].double()
+    weights = (values[:, 0] * 0.5).softmax(0)
+    assert_close(out[1], (weights @ values[:, :512]).expand(64, 512))
+    assert bool(lse[1].isfinite().all())
 
 
 @pytest.mark.parametrize("batch", [1, 60, 700, 5000, 9000])

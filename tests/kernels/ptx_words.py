@@ -1,8 +1,8 @@
 """Straight programs of PTX on words, run by NumPy: what the instructions of a kernel give.
 
 Only the instructions of ``packed_bf16``, ``e2m1_casts``, ``sm90_nvfp4`` and ``sm90_division`` of
-``mlacast.kernels.common`` and of the Hopper decode kernel's records, written from their description
-in NVIDIA's PTX ISA. A program sees $0, $1.. and its registers as arrays of uint32.
+``mlacast.kernels.common`` and of the keys of the Hopper decode kernels, written from their
+description in NVIDIA's PTX ISA. A program sees $0, $1.. and its registers as arrays of uint32.
 """
 
 from __future__ import annotations
@@ -166,6 +166,19 @@ def _to_e4m3x2(high: Words, low: Words) -> Words:
     return out
 
 
+def _from_e4m3x2(codes: Words) -> Words:
+    """Codes of the lower two bytes, sign, four bits of exponent and three, as float16."""
+    halves = []
+    for place in (0, 8):
+        code = (codes >> np.uint32(place)) & np.uint32(0xFF)
+        exponent, fraction = (code >> np.uint32(3)) & np.uint32(0xF), code & np.uint32(7)
+        size = np.where(exponent == 0, fraction / 512, np.exp2(exponent - 7.0) * (1 + fraction / 8))
+        half = size.astype(np.float16).view(np.uint16) | ((code & 0x80) << 8).astype(np.uint16)
+        halves.append(np.where((code & 0x7F) == 0x7F, _NAN16, half).astype(np.uint32))
+    out: Words = halves[0] | (halves[1] << np.uint32(16))
+    return out
+
+
 def _prmt(a: Words, b: Words, selector: Words) -> Words:
     """Bytes of two words; bit 3 of a selector repeats the sign of its byte."""
     out = np.zeros_like(a)
@@ -206,6 +219,7 @@ _OPERATIONS: dict[str, Callable[..., Words]] = {
     "shf.l.wrap.b32": _funnel_left,
     "cvt.rn.f16x2.f32": _to_f16x2,
     "cvt.rn.satfinite.e4m3x2.f32": _to_e4m3x2,
+    "cvt.rn.f16x2.e4m3x2": _from_e4m3x2,
     "min.u16x2": _by_half(np.minimum),
     "prmt.b32": _prmt,
     "lop3.b32": _lop3,

@@ -69,6 +69,12 @@ class Build:
         return dict(collections.Counter(found))
 
     @property
+    def float16_products(self) -> dict[str, int]:
+        """Warp-group products of float16 by rows x columns."""
+        found = re.findall(r"HGMMA\.(64x\d+)x16\.F32 ", self.sass)
+        return dict(collections.Counter(found))
+
+    @property
     def code_products(self) -> dict[str, int]:
         """Warp-group products of e4m3 codes, 32 dimensions each, by rows x columns."""
         found = re.findall(r"QGMMA\.(64x\d+)x32\.F32\.E4M3\.E4M3", self.sass)

@@ -1,7 +1,7 @@
-"""Codes and scales of records as the Hopper decode kernel turns them into bfloat16.
+"""Codes and scales of records as the Hopper decode kernels turn them into 16-bit numbers.
 
-Its programs move bits; here they run on every code beside every scale byte. Shared memory holds
-2**-64 of a key.
+Their programs run on every code beside every scale byte. Where they give bfloat16, shared memory
+holds 2**-64 of a key.
 """
 
 from __future__ import annotations
@@ -98,3 +98,15 @@ def test_e4m3_times_ue8m0_is_rounded_once(unit: int, lane: int) -> None:
         _assert_same(halves[finite], expected[finite])
         above = ~finite & ((CODES & 0x7F) != 0)
         assert np.isinf(bfloat16_values(halves[above])).all()
+
+
+def test_e4m3_as_float16_is_exact_and_in_its_place() -> None:
+    from mlacast.kernels.gluon.sm90.sparse_mla_decode_fp8_dequant import _AS_FLOAT16
+
+    for byte in range(4):
+        words = (ALL << np.uint32(8 * byte)) | np.uint32(0xA55A3CC3 & ~(0xFF << (8 * byte)))
+        halves = run(_AS_FLOAT16.value, 2, [words])[byte // 2] >> np.uint32(16 * (byte % 2))
+        found = (halves & 0xFFFF).astype(np.uint16).view(np.float16).astype(np.float64)
+        # NaN codes are NaN, and zeros have their sign.
+        np.testing.assert_array_equal(found, _decoded(ALL, "e4m3"))
+        np.testing.assert_array_equal(np.signbit(found[:-1]), ALL[:-1] >= 0x80)

@@ -152,7 +152,10 @@ def test_codes_are_multiplied_by_codes_without_spills(constants: dict[str, Any])
     width = 576 if constants["POOL"].record == "fp8_576" else 512
     assert built.code_products == {"64x64": width // 32}, "scores, written out"
     # Two halves of the output, each two tiles over the 64 keys of a block.
-    assert built.products == {"64x128": 2 * 2 * 64 // 16}
+    assert built.float16_products == {"64x128": 2 * 2 * 64 // 16}
+    assert not built.products, "none of bfloat16"
     assert built.copy_bits == {"128"}, "queries and keys travel in 16-byte pieces"
     assert built.copy_barriers <= 8
-    assert "F2FP.F16.E4M3" not in built.sass
+    # 64 keys of 512 values by 128 threads, two codes an instruction, and nothing else of them.
+    assert built.sass.count("F2FP.F16.E4M3.UNPACK_B") == 64 * 512 // 128 // 2
+    assert "HMUL2" not in built.sass

@@ -58,7 +58,7 @@ def ring_config(d_qk: int, has_codes: bool) -> RingConfig:
         has_codes: Whether queries are e4m3; their ring holds keys alone, two blocks of them.
     """
     if has_codes:
-        return RingConfig(num_pieces=4, delays_output=False, dequant_registers=32)
+        return RingConfig(num_pieces=4, delays_output=False, dequant_registers=48)
     # P V is held back where the ring has room for it.
     has_room = d_qk == 512
     return RingConfig(5 if has_room else 4, has_room, dequant_registers=48)

@@ -1,7 +1,8 @@
 """Dequantising role of the Hopper decode kernel for FP8 queries: codes copied, keys decoded.
 
 Queries and keys are copied as they are into stages, which the scores read. Of the keys, what the
-outputs multiply becomes bfloat16 as well, in the ring.
+outputs multiply becomes float16 as well, in the ring: it holds every code, and one instruction
+turns two codes into it.
 """
 
 from triton.experimental import gluon
@@ -9,12 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from mlacast.kernels.common.sm90_rotation import opaque
-from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import (
-    TO_KEY_UNIT,
-    e4m3_times_power,
-    has_tail,
-    unit_count,
-)
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import has_tail, unit_count
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_slots import load_slots, locate
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
     BLOCK_H,
@@ -25,17 +21,39 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
     work_range,
 )
 
-# Eight threads hold one 16-byte chunk of eight rows, which a 128-byte swizzle keeps out of each
-# other's banks; a warp still asks for 64 bytes of a row.
-_LANES = [[1, 0], [2, 0], [4, 0], [0, 4], [0, 8]]
-_WARPS = [[8, 0], [16, 0]]
+# Reads of a stage: eight threads hold one 16-byte chunk of eight rows, which a 128-byte swizzle
+# keeps out of each other's banks, as it does what they store.
 _WORDS = gl.constexpr(
-    gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 16], [32, 0]], _LANES, _WARPS, [], [64, 32])
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 16], [32, 0]],
+        [[1, 0], [2, 0], [4, 0], [0, 4], [0, 8]],
+        [[8, 0], [16, 0]],
+        [],
+        [64, 32],
+    )
 )
-_TAIL_WORDS = gl.constexpr(
-    gl.DistributedLinearLayout([[0, 1], [0, 2], [32, 0]], _LANES, _WARPS, [], [64, 16])
+# Copies: eight threads ask for 128 bytes of a row, so that a warp asks for few lines.
+_COPY_WARPS = [[4, 0], [8, 0]]
+_COPY = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [16, 0], [32, 0]],
+        [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]],
+        _COPY_WARPS,
+        [],
+        [64, 32],
+    )
 )
-_ROW = gl.constexpr(gl.SliceLayout(1, _WORDS))
+# Of the same rows a thread: the third bit of a lane copies nothing else.
+_COPY_TAIL = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [16, 0], [32, 0]],
+        [[0, 4], [0, 8], [0, 0], [1, 0], [2, 0]],
+        _COPY_WARPS,
+        [],
+        [64, 16],
+    )
+)
+_ROW = gl.constexpr(gl.SliceLayout(1, _COPY))
 WORDS_OF_UNIT = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 WORDS_OF_TAIL = gl.constexpr(gl.NVMMASharedLayout(64, 32, 2))
 
@@ -48,6 +66,28 @@ def _copy_rows(target, rows, valid, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
     pointers = gl.convert_layout(rows, PER_ROW, assert_trivial=True)[:, None] + column[None, :]
     mask = gl.convert_layout(valid, PER_ROW, assert_trivial=True)[:, None]
     async_copy.async_copy_global_to_shared(target, pointers, mask=mask)
+
+
+# PTX: four codes ``$2`` as four float16 in ``$0`` and ``$1``.
+_AS_FLOAT16 = gl.constexpr("""{
+.reg .b16 low, high;
+mov.b32 {low, high}, $2;
+cvt.rn.f16x2.e4m3x2 $0, low;
+cvt.rn.f16x2.e4m3x2 $1, high;
+}""")
+
+
+@gluon.jit
+def _e4m3_as_float16(words):
+    """Four codes a word: two words of two float16, which holds every code."""
+    return gl.inline_asm_elementwise(
+        _AS_FLOAT16,
+        "=r,=r,r",
+        [words],
+        dtype=(gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -105,7 +145,8 @@ def _send(
     """Start copying the rows under a cursor into the stage whose turn it is, ``sent`` before it.
 
     The stage is signalled once this warpgroup's copies have landed: 128 arrivals and one. ``query``
-    is a pointer to int32 words with its strides of tokens and heads, which count 16 bytes.
+    is a pointer to int32 words with its strides of tokens and heads, which count 16 bytes. Where a
+    thread copies to, others have read: between is the arrival at ``k_ready``, which awaits them.
     """
     item, block, _, _, _ = cursor
     q_ptr, stride_q_token, stride_q_head = query
@@ -120,9 +161,9 @@ def _send(
     mbarrier.wait(codes_free.index(stage), ((sent >> 1) & 1) ^ 1)
     mask_smem.index(sent & 3).store(gl.where(valid, 0, 1).to(gl.int8))
     for unit in gl.static_range(unit_count(POOL.record)):
-        _copy_rows(codes[unit].index(stage), rows, valid, 32 * unit, _WORDS)
+        _copy_rows(codes[unit].index(stage), rows, valid, 32 * unit, _COPY)
     if has_tail(POOL.record):
-        _copy_rows(tail_codes.index(stage), rows, valid, 128, _TAIL_WORDS)
+        _copy_rows(tail_codes.index(stage), rows, valid, 128, _COPY_TAIL)
     async_copy.mbarrier_arrive(codes_ready.index(stage), increment_count=False)
     mbarrier.arrive(codes_ready.index(stage), count=1)
 
@@ -148,8 +189,8 @@ def fp8_dequant_role(
     """Copy queries and blocks of keys into two stages in turn; decode keys into the ring.
 
     ``codes`` (one [2, 64, 32] a unit) and ``tail_codes`` [2, 64, 16] are words of the stages.
-    Produces ``codes_ready`` and ``k_ready``, consumes ``codes_free`` and ``k_free``. Keys that do
-    not count are zero and marked in ``mask_smem``.
+    The ring is float16. Produces ``codes_ready`` and ``k_ready``, consumes ``codes_free`` and
+    ``k_free``. Keys that do not count are zero and marked in ``mask_smem``.
     """
     even_words = k_even._reinterpret(gl.int32, [NUM_PIECES, 64, 64], WORDS_OF_UNIT)
     odd_words = k_odd._reinterpret(gl.int32, [NUM_PIECES, 64, 64], WORDS_OF_UNIT)
@@ -187,8 +228,7 @@ def fp8_dequant_role(
                         mbarrier.arrive(k_ready.index(slot), count=1)
                         slot, phase = next_piece(slot, phase, NUM_PIECES)
                         mbarrier.wait(k_free.index(slot), phase)
-                    words = codes[unit].index(stage).load(_WORDS)
-                    low, high = e4m3_times_power(words, TO_KEY_UNIT, 0)
+                    low, high = _e4m3_as_float16(codes[unit].index(stage).load(_WORDS))
                     target = even_words if unit % 2 == 0 else odd_words
                     target.index(slot).store(gl.reshape(gl.join(low, high), (64, 64)))
                 mbarrier.arrive(k_ready.index(slot), count=1)

@@ -1,6 +1,6 @@
 """The Hopper decode kernel for e4m3 queries over per-tensor FP8 caches: shared memory, barriers.
 
-Scores are products of codes, so that keys become bfloat16 for the outputs alone. Copies and
+Scores are products of codes, so that keys become float16 for the outputs alone. Copies and
 decoding are in ``sparse_mla_decode_fp8_dequant``, scores and softmax in ``_fp8_score``, the two
 halves of the output in ``_output``, which the kernel for other queries has as well.
 """
@@ -96,8 +96,8 @@ def sparse_mla_decode_fp8_kernel(
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     CODES: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     TAIL_CODES: gl.constexpr = gl.NVMMASharedLayout(64, 8, 2)
-    k_even = gl.allocate_shared_memory(gl.bfloat16, [NUM_PIECES, BLOCK_N, 128], TILE)
-    k_odd = gl.allocate_shared_memory(gl.bfloat16, [NUM_PIECES, BLOCK_N, 128], TILE)
+    k_even = gl.allocate_shared_memory(gl.float16, [NUM_PIECES, BLOCK_N, 128], TILE)
+    k_odd = gl.allocate_shared_memory(gl.float16, [NUM_PIECES, BLOCK_N, 128], TILE)
     # An allocation a unit, so that none waits for the reads of another.
     words = (
         gl.allocate_shared_memory(gl.int32, [2, BLOCK_N, 32], WORDS_OF_UNIT),
@@ -111,6 +111,8 @@ def sparse_mla_decode_fp8_kernel(
         words[2]._reinterpret(gl.float8e4nv, [2, BLOCK_N, 128], CODES),
         words[3]._reinterpret(gl.float8e4nv, [2, BLOCK_N, 128], CODES),
     )
+    # Of the query what the registers of the scores have no room for: the fourth unit and the tail.
+    q_last_smem = gl.allocate_shared_memory(gl.float8e4nv, [BLOCK_H, 128], CODES)
     tail_words = words[0]
     tail_codes = codes[0]
     q_tail_smem = codes[0].index(0)
@@ -118,7 +120,7 @@ def sparse_mla_decode_fp8_kernel(
         tail_words = gl.allocate_shared_memory(gl.int32, [2, BLOCK_N, 16], WORDS_OF_TAIL)
         tail_codes = tail_words._reinterpret(gl.float8e4nv, [2, BLOCK_N, 64], TAIL_CODES)
         q_tail_smem = gl.allocate_shared_memory(gl.float8e4nv, [BLOCK_H, 64], TAIL_CODES)
-    p_smem = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, BLOCK_N], TILE)
+    p_smem = gl.allocate_shared_memory(gl.float16, [BLOCK_H, BLOCK_N], TILE)
     alpha_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_H], ROW)
     mask_smem = gl.allocate_shared_memory(gl.int8, [4, BLOCK_N], ROW)
     factor_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_H], ROW)
@@ -206,6 +208,7 @@ def sparse_mla_decode_fp8_kernel(
                 (
                     codes,
                     tail_codes,
+                    q_last_smem,
                     q_tail_smem,
                     p_smem,
                     alpha_smem,

@@ -22,13 +22,14 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_softmax import (
     publish_weights,
     softmax,
 )
-from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import BLOCK_H, KEY_UNIT, work_range
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import BLOCK_H, work_range
 
 
 @gluon.jit
 def fp8_score_role(
     codes,
     tail_codes,
+    q_last_smem,
     q_tail_smem,
     p_smem,
     alpha_smem,
@@ -55,8 +56,9 @@ def fp8_score_role(
     """Scores and softmax of every work item; lse or the split's state to global memory.
 
     ``codes`` (one [2, 64, 128] a unit) and ``tail_codes`` [2, 64, 64] are e4m3: two stages, in turn
-    the query of an item and its blocks of keys. Consumes ``codes_ready``, produces ``codes_free``,
-    per block ``p_ready`` and per item ``factor_ready``.
+    the query of an item and its blocks of keys. ``q_last_smem`` [64, 128] and ``q_tail_smem``
+    [64, 64] keep parts of the query during an item. Weights are float16. Consumes ``codes_ready``,
+    produces ``codes_free``, per block ``p_ready`` and per item ``factor_ready``.
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
     Q: gl.constexpr = gl.DotOperandLayout(0, S, 4)
@@ -78,8 +80,8 @@ def fp8_score_role(
             codes[0].index(stage).load(Q),
             codes[1].index(stage).load(Q),
             codes[2].index(stage).load(Q),
-            codes[3].index(stage).load(Q),
         )
+        q_last_smem.store(codes[3].index(stage).load(Q))
         if has_tail(POOL.record):
             q_tail_smem.store(tail_codes.index(stage).load(Q))
         mbarrier.arrive(codes_free.index(stage), count=1)
@@ -100,7 +102,8 @@ def fp8_score_role(
                 s, right = warpgroup_mma_wait(0, deps=[s, right])
                 s += right
                 keys = codes[unit].index(stage).permute((1, 0))
-                right = warpgroup_mma(query[unit], keys, right, use_acc=False, is_async=True)
+                q_unit = q_last_smem if unit == 3 else query[unit]
+                right = warpgroup_mma(q_unit, keys, right, use_acc=False, is_async=True)
             if has_tail(POOL.record):
                 keys = tail_codes.index(stage).permute((1, 0))
                 right = warpgroup_mma(q_tail_smem, keys, right, is_async=True)
@@ -112,7 +115,9 @@ def fp8_score_role(
             taken += 1
             if masked != 0:
                 s = apply_mask(s, mask, COLUMN)
-            p, alpha, base, partial_sum = softmax(s, base, partial_sum, score_scale, PARTIAL)
+            p, alpha, base, partial_sum = softmax(
+                s, base, partial_sum, score_scale, PARTIAL, gl.float16
+            )
             publish_weights(p, alpha, p_smem, alpha_smem, p_ready, p_free, count)
             count += 1
         finish_item(
@@ -130,7 +135,7 @@ def fp8_score_role(
             partial_max_ptr,
             partial_sum_ptr,
             work,
-            KEY_UNIT * v_scale,
+            v_scale,
             WORK,
             END,
         )

@@ -17,7 +17,14 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import (
     unit_count,
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_score import score_role
-from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import BLOCK_H, BLOCK_N, LOG2_E, Pool, Work
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
+    BLOCK_H,
+    BLOCK_N,
+    KEY_UNIT,
+    LOG2_E,
+    Pool,
+    Work,
+)
 
 # The outputs take 160 registers a thread, the dequantisation what the ring says, the scores what is
 # left of 512.
@@ -265,7 +272,7 @@ def sparse_mla_decode_kernel(
         rope,
         target,
         partial_out_ptr,
-        v_scale,
+        KEY_UNIT * v_scale,
         work,
     )
     gl.warp_specialize(

@@ -26,7 +26,6 @@ from mlacast.kernels.common.sm90_scaled_store import store_scaled_block
 from mlacast.kernels.common.sm90_store import NVFP4
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
     BLOCK_H,
-    KEY_UNIT,
     head_start,
     skip_pieces,
     split_of,
@@ -81,7 +80,8 @@ def output_role(
 ):
     """Accumulate dimensions ``256 * HALF``.. of every item; a split leaves its state, others end.
 
-    ``places`` are memory and numbers that both halves get. Of the ring a query takes QUERY_PIECES
+    ``places`` are memory and numbers that both halves get: ``unit`` is what a sum of weights times
+    the ring is multiplied by, where a split leaves it. Of the ring a query takes QUERY_PIECES
     pieces before the keys of its item. Consumes ``p_ready``, with delayed outputs ``p_go``,
     ``factor_ready`` and, where the ring holds no queries, ``k_ready``; produces ``p_free``,
     ``factor_free`` and ``k_free`` of its half of the keys.
@@ -106,7 +106,7 @@ def output_role(
         rope,
         target,
         partial_out_ptr,
-        v_scale,
+        unit,
         work,
     ) = places
     table_ptr, stride_table, table_rows, positions_ptr, stride_positions = rope
@@ -175,7 +175,7 @@ def output_role(
             for first in gl.static_range(0, 256, 128):
                 _store_partial(
                     even if first == 0 else odd,
-                    KEY_UNIT * v_scale,
+                    unit,
                     partial_out_ptr,
                     state,
                     first_head,

@@ -289,7 +289,9 @@ def score_role(
             place = next_place(place, RING.num_pieces)
             if masked != 0:
                 s = apply_mask(s, mask, COLUMN)
-            p, alpha, base, partial_sum = softmax(s, base, partial_sum, score_scale, PARTIAL)
+            p, alpha, base, partial_sum = softmax(
+                s, base, partial_sum, score_scale, PARTIAL, gl.bfloat16
+            )
             publish_weights(p, alpha, p_smem, alpha_smem, p_ready, p_free, count)
             count += 1
         if RING.delays_output:

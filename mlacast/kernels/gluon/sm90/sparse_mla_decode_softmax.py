@@ -7,23 +7,30 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from mlacast.kernels.common.sm90_rotation import row_offset
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import LN_2, head_start, split_of
 
-# Weights reach 2**8 before their base moves: as precise in bfloat16, and far from overflow.
+# Powers of two by which a row's maximum grows before the base of its weights moves.
 LAZINESS = gl.constexpr(8.0)
+# Where a base moves to, below the maximum. bfloat16 has room and the same bits everywhere. float16
+# ends at 2**16 and has steps of 2**-24 below 2**-14: weights reach 2**(7 + 8), the largest of a row
+# is 2**7 or more, and what is lost of another is at most 2**-32 of it.
+_HEADROOM_BF16 = gl.constexpr(0.0)
+_HEADROOM_F16 = gl.constexpr(7.0)
 
 
 @gluon.jit
-def softmax(s, base, partial_sum, score_scale, PARTIAL: gl.constexpr):
+def softmax(s, base, partial_sum, score_scale, PARTIAL: gl.constexpr, WEIGHTS: gl.constexpr):
     """Fold one block of scores [64, 64] into the softmax state.
 
-    Weights are relative to ``base``, which moves to the maximum of a block only when that is more
-    than 256-fold larger: most blocks leave what came before as it is.
+    Weights are relative to ``base``, which follows the maximum only when that has grown more than
+    256-fold: most blocks leave what came before as it is.
 
     Returns:
-        weights [64, 64] bfloat16, the factor alpha [64] of everything before, the new base [64]
-        (base 2) and the new partial sums [64, 4], one per thread of a quad.
+        weights [64, 64] of type WEIGHTS (bfloat16 or float16), the factor alpha [64] of everything
+        before, the new base [64] (base 2) and the new partial sums [64, 4], one per thread of a
+        quad.
     """
+    HEADROOM: gl.constexpr = _HEADROOM_F16 if WEIGHTS == gl.float16 else _HEADROOM_BF16
     block_max = gl.max(s, 1) * score_scale
-    new_base = gl.where(block_max > base + LAZINESS, block_max, base)
+    new_base = gl.where(block_max > base + (HEADROOM + LAZINESS), block_max - HEADROOM, base)
     # -inf - -inf is NaN: shift by 0 while nothing valid has been seen.
     shift = gl.where(new_base == -float("inf"), 0.0, new_base)
     p = gl.exp2(s * score_scale[:, None] - shift[:, None])
@@ -32,7 +39,7 @@ def softmax(s, base, partial_sum, score_scale, PARTIAL: gl.constexpr):
     by_quad = gl.sum(gl.sum(gl.reshape(p, (64, 8, 4, 2)), 3), 1)
     by_quad = gl.convert_layout(by_quad, PARTIAL, assert_trivial=True)
     rescale = gl.convert_layout(alpha, gl.SliceLayout(1, PARTIAL))
-    return p.to(gl.bfloat16), alpha, new_base, partial_sum * rescale[:, None] + by_quad
+    return p.to(WEIGHTS), alpha, new_base, partial_sum * rescale[:, None] + by_quad
 
 
 @gluon.jit
