@@ -32,7 +32,9 @@ FEW_TOKENS = (4, 8, 16, 64)
 ROPE_CONFIGS = tuple(
     RopeConfig(*sizes) for sizes in ((8, 4), (8, 4, True), (4, 4), (4, 4, True), (2, 2, True))
 )
-APPEND_CONFIGS = tuple(AppendConfig(32, 8, tile, 128, 128) for tile in (2048, 4096, 8192))
+APPEND_CONFIGS = tuple(
+    AppendConfig(32, 8, tile, 128, 128, parts) for tile, parts in ((4096, 4), (8192, 2))
+)
 # Those that have most to compute for each byte.
 APPEND_FORMATS = ("V41_FP4", "NVFP4_384", "V32", "V4", "V41")
 

@@ -192,9 +192,13 @@ def _prmt(a: Words, b: Words, selector: Words) -> Words:
 
 
 def _lop3(a: Words, b: Words, c: Words, table: Words) -> Words:
+    """Bit by bit, what ``table`` says of the three bits."""
     number = int(table.flat[0])
-    assert number in (0xEA, 0xF8), "(a & b) | c, a | (b & c)"
-    out: Words = (a & b) | c if number == 0xEA else a | (b & c)
+    out = np.zeros_like(a)
+    for place in range(8):
+        if number >> place & 1:
+            chosen = [x if place >> bit & 1 else ~x for x, bit in ((a, 2), (b, 1), (c, 0))]
+            out |= chosen[0] & chosen[1] & chosen[2]
     return out
 
 

@@ -47,6 +47,7 @@ class Variant:
         registers: Most that a thread may use: what decides how many programs are resident.
         loads: 16-byte loads that must be there.
         stores: 16-byte stores.
+        half_stores: 8-byte stores.
         capability: Target.
         options: Those of the launch.
     """
@@ -58,13 +59,14 @@ class Variant:
     registers: int = 255
     loads: int = 1
     stores: int = 1
+    half_stores: int = 0
     capability: int = 90
     options: dict[str, int] = field(default_factory=lambda: {"num_warps": 4})
 
 
-CHUNK, CHUNK_FP4 = (append_config(8192, 64, is_fp4=is_fp4) for is_fp4 in (False, True))
+CHUNK = append_config(8192, 64)
 CHUNK_OPTIONS = {"num_warps": CHUNK.num_warps, "maxnreg": CHUNK.max_registers}
-FEW = append_config(1, 64, is_fp4=False)
+FEW = append_config(1, 64)
 GATHER = gather_config()
 MANY_QUERIES, FEW_QUERIES = rope_quantize_config(8192), rope_quantize_config(128)
 
@@ -162,11 +164,13 @@ CACHE_VARIANTS = (
         Variant(
             f"append_{one.name}{'_fused' if fused else ''}",
             kv_cache_append,
-            _append_constants(one, fused, CHUNK_FP4 if "FP4" in one.name else CHUNK),
+            _append_constants(one, fused, CHUNK),
             _cache_types(one),
             128,
             8,
-            2,
+            # Codes of four bits are 8 bytes of the 16 dimensions that a thread has of a part.
+            one.name.startswith("NVFP4") if "FP4" in one.name else 4,
+            4 if "FP4" in one.name else 0,
             options=CHUNK_OPTIONS,
         )
         for one in FORMATS
@@ -253,6 +257,7 @@ def test_compiles_into_few_wide_accesses(variant: Variant, tmp_path: Path) -> No
     sass = disassemble(compiled.asm["cubin"], tmp_path, "-sass")
     assert sass.count("LDG.E.128") >= variant.loads
     assert sass.count("STG.E.128") >= variant.stores
+    assert sass.count("STG.E.64") >= variant.half_stores
     casts_to_fp8 = variant.module is rope_quantize_fp8 or (
         variant.module is kv_cache_append and "append_BF16" not in variant.name
     )
@@ -267,3 +272,28 @@ def test_compiles_into_few_wide_accesses(variant: Variant, tmp_path: Path) -> No
             else variant.constants["NATIVE"]
         )
         assert native == is_native
+
+
+LONG_APPENDS = tuple(one for one in CACHE_VARIANTS if one.options == CHUNK_OPTIONS)
+
+
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"
+)
+@pytest.mark.parametrize("variant", LONG_APPENDS, ids=lambda one: one.name)
+def test_append_asks_for_latents_before_it_waits(variant: Variant, tmp_path: Path) -> None:
+    """Up to the first branch nothing that was loaded is used, and all latents are asked for."""
+    sass = disassemble(_compile(variant).asm["cubin"], tmp_path, "-sass")
+    loaded: set[str] = set()
+    latents = 0
+    for text in re.findall(r"/\*[0-9a-f]{4}\*/\s+(.*?);", sass):
+        if "BRA" in text:
+            break
+        load = re.search(r"LDG\.E(?:\.(64|128))? R(\d+), (.*)", text)
+        used = set(re.findall(r"\bR\d+", load[3] if load else text.partition(",")[2]))
+        assert not used & loaded, f"{text} waits for memory"
+        if load:
+            first, words = int(load[2]), int(load[1] or 32) // 32
+            loaded |= {f"R{at}" for at in range(first, first + words)}
+            latents += load[1] == "128"
+    assert latents >= 8

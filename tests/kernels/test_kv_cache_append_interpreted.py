@@ -62,6 +62,19 @@ def test_interleaved_rotation_of_strided_rows() -> None:
     )
 
 
+@pytest.mark.parametrize(("kind", "dtype"), [("interleaved", BF16), ("all", BF16), ("all", FP32)])
+@pytest.mark.parametrize("cache", CACHES, ids=cache_id)
+def test_rows_in_parts(
+    cache: CacheCase, kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parts of a program of many rows, in one of eight."""
+    program = AppendConfig(rows=8, num_warps=2, tile=16, step=8, parts=4)
+    monkeypatch.setattr(kv_cache_append, "append_config", lambda *sizes: program)
+    latent = hostile_latents(13, cache.d_qk, dtype)
+    slots = torch.randperm(30)[:13]
+    assert_append_equals_reference(cache, latent, slots, fused_options(kind, 13))
+
+
 TINY = {
     "ranges": AppendConfig(rows=4, num_warps=4, tile=16, step=8),
     "each_row": AppendConfig(rows=4, num_warps=4, tile=0, step=8),
@@ -76,9 +89,7 @@ def _page_runs(*firsts: int) -> torch.Tensor:
 @pytest.fixture(params=list(TINY))
 def _tiny_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles that a few rows already fill: the look at earlier slots takes many steps."""
-    monkeypatch.setattr(
-        kv_cache_append, "append_config", lambda *sizes, is_fp4: TINY[request.param]
-    )
+    monkeypatch.setattr(kv_cache_append, "append_config", lambda *sizes: TINY[request.param])
 
 
 @pytest.mark.usefixtures("_tiny_tiles")

@@ -172,3 +172,20 @@ def test_a_sixth_decides_scales_like_a_quotient() -> None:
         for ratio in (x / 6.0, x * torch.tensor(0.16666667163372040))
     ]
     assert torch.equal(*codes)
+
+
+def test_one_nan() -> None:
+    """A conversion makes one NaN, of which another one becomes; all else stays."""
+    converted = np.append(NUMBERS[~np.isnan(_value(NUMBERS))], np.uint32(0x7FFF))
+    expected = np.where(converted == 0x7FFF, np.uint32(0x7FC0), converted)
+    other = np.random.default_rng(0).permutation(converted.shape[0])
+    words = converted | (converted[other] << np.uint32(16))
+    (out,) = run(packed_bf16._WITH_ONE_NAN.value, 1, [words])
+    assert np.array_equal(out & np.uint32(0xFFFF), expected)
+    assert np.array_equal(out >> np.uint32(16), expected[other])
+
+
+def test_choice_by_bits() -> None:
+    x, y, mask = np.random.default_rng(0).integers(0, 1 << 32, (3, 1000), dtype=np.uint32)
+    (out,) = run(packed_bf16._CHOSEN.value, 1, [mask, x, y])
+    assert np.array_equal(out, (x & mask) | (y & ~mask))

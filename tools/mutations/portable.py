@@ -431,9 +431,9 @@ PORTABLE = (
         "append-scale-padding",
         "kv_cache_append",
         "bytes after the scales are not zero",
-        "mlacast/kernels/triton/kv_cache_append.py",
-        "padded = tl.where((columns < used)[None, :], scales, 0).to(tl.uint8)",
-        "padded = scales.to(tl.uint8)",
+        "mlacast/kernels/triton/kv_cache_append_store.py",
+        "scales = tl.where((tl.arange(0, N) < USED)[None, :], scales, 0).to(tl.uint8)",
+        "scales = scales.to(tl.uint8)",
         _APPEND,
     ),
     Fault(

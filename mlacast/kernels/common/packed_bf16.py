@@ -19,6 +19,20 @@ _WIDENED = tl.constexpr(
     }"""
 )
 
+_CHOSEN = tl.constexpr("lop3.b32 $0, $1, $2, $3, 0xCA;")
+
+# A conversion makes 0x7FFF of every NaN. Half of the last bit of 0x7F80 more carries into the sign
+# of nothing else; six bits are cleared where it has.
+_WITH_ONE_NAN = tl.constexpr(
+    """{
+    .reg .b32 more, flips, mask;
+    add.u32 more, $1, 0x00400040;
+    lop3.b32 flips, more, $1, $1, 0x30;
+    prmt.b32 mask, flips, 0, 0xBB99;
+    lop3.b32 $0, $1, mask, 0x003F003F, 0x70;
+    }"""
+)
+
 _RECIPROCAL = tl.constexpr("rcp.approx.ftz.f32 $0, $1;")
 
 # A product with a power of two is exact, or so small that its code is zero.
@@ -108,6 +122,20 @@ def widened(x, NATIVE: tl.constexpr):
         return tl.inline_asm_elementwise(_WIDENED, "=f,=f,r", [x], tl.float32, is_pure=True, pack=2)
     else:
         return as_float32(x)
+
+
+@triton.jit
+def chosen(mask, x, y):
+    """Bits of ``x`` where ``mask`` has ones, else of ``y``; all of them int16."""
+    return tl.inline_asm_elementwise(
+        _CHOSEN, "=r,r,r,r", [mask, x, y], tl.int16, is_pure=True, pack=2
+    )
+
+
+@triton.jit
+def with_one_nan(x):
+    """What a conversion to bfloat16 gives (int16), but 0x7FC0 for every NaN."""
+    return tl.inline_asm_elementwise(_WITH_ONE_NAN, "=r,r", [x], tl.int16, is_pure=True, pack=2)
 
 
 @triton.jit

@@ -131,6 +131,8 @@ class AppendConfig(NamedTuple):
         step: Earlier slots compared with each of its own at a time.
         max_registers: Registers of a thread at most, 0 for as many as the compiler wants. With 128
             there are 512 threads on a multiprocessor, for which 8192 rows are one wave.
+        parts: A row is so many parts of 512 // parts dimensions, one behind the other: with four
+            eight threads share a row, and each has but one.
     """
 
     rows: int
@@ -138,6 +140,7 @@ class AppendConfig(NamedTuple):
     tile: int
     step: int
     max_registers: int = 0
+    parts: int = 1
 
 
 def rope_quantize_config(num_rows: int) -> RopeConfig:
@@ -197,19 +200,17 @@ def latent_config(
     )
 
 
-def append_config(num_rows: int, page_size: int, *, is_fp4: bool) -> AppendConfig:
+def append_config(num_rows: int, page_size: int) -> AppendConfig:
     """Pick the program of ``kv_cache_append``.
 
-    Codes of four bits keep a multiprocessor busy for longest: their programs ask for all slots of a
-    chunk at once, and wait for no second tile.
+    Programs of many rows ask for all slots of a chunk of 8192 at once, and wait for no second tile.
     """
     if num_rows <= _FEW_ROWS:
         return AppendConfig(rows=2, num_warps=2, tile=0, step=1024)
     if page_size < _ROWS_OF_A_PAGE:
         # A program of 32 rows would lie in more pages than it has ranges for.
-        return AppendConfig(rows=16, num_warps=4, tile=4096, step=128, max_registers=128)
-    tile = 8192 if is_fp4 else 4096
-    return AppendConfig(rows=32, num_warps=8, tile=tile, step=128, max_registers=128)
+        return AppendConfig(rows=16, num_warps=4, tile=4096, step=128, max_registers=128, parts=4)
+    return AppendConfig(rows=32, num_warps=8, tile=8192, step=128, max_registers=128, parts=4)
 
 
 def gather_config() -> RowsConfig:

@@ -1,9 +1,8 @@
 """Tiles of latent dimensions as codes and scales: the encoders of ``kv_cache_append``.
 
 A tile of N = 2 * C columns comes as two, ``a`` and ``b`` [ROWS, C]: of every 16 columns the first
-eight are in ``a`` and the others in ``b``. A thread that loads 16 bytes of each has whole groups of
-16, and what is computed for a group is computed once. ``b`` is None for a tile of N = C neighbours.
-Tiles are int16, bits of bfloat16, or numbers.
+eight are in ``a`` and the others in ``b`` (see ``kv_cache_append_columns``). Tiles are int16, bits
+of bfloat16, or numbers.
 
 A group that is not finite costs its elements nothing: the factor that they are multiplied with is
 chosen so that the cast gives the codes it must have (a NaN makes every code 0x7F; 0.0 makes
@@ -13,7 +12,7 @@ infinities NaN and the rest signed zeros).
 import triton
 import triton.language as tl
 
-from mlacast.kernels.common.fp8_casts import as_float32, from_e4m3, to_bf16_bits, to_fp8
+from mlacast.kernels.common.fp8_casts import as_float32, from_e4m3, to_fp8
 from mlacast.kernels.common.numbers import encode_e2m1_numbers
 from mlacast.kernels.common.packed_bf16 import (
     bf16_to_e2m1,
@@ -50,8 +49,7 @@ def _largest(a, b, ROWS: tl.constexpr, C: tl.constexpr, GROUPS: tl.constexpr, NA
     """
     if NATIVE and a.dtype == tl.int16:
         # Halves of what a thread has meet, so that pairs stay pairs as long as possible.
-        largest = a if b is None else larger_bf16(a, b)
-        halves = tl.permute(tl.reshape(largest, (ROWS, C // 8, 2, 4)), (0, 1, 3, 2))
+        halves = tl.permute(tl.reshape(larger_bf16(a, b), (ROWS, C // 8, 2, 4)), (0, 1, 3, 2))
         left, right = tl.split(halves)
         halves = tl.permute(
             tl.reshape(larger_bf16(left, right), (ROWS, C // 8, 2, 2)), (0, 1, 3, 2)
@@ -61,8 +59,7 @@ def _largest(a, b, ROWS: tl.constexpr, C: tl.constexpr, GROUPS: tl.constexpr, NA
         return tl.max(tl.reshape(bits, (ROWS, GROUPS, C // 4 // GROUPS)), 2)
     else:
         bits = as_float32(a).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        if b is not None:
-            bits = tl.maximum(bits, as_float32(b).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        bits = tl.maximum(bits, as_float32(b).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
         return tl.max(tl.reshape(bits, (ROWS, GROUPS, C // GROUPS)), 2)
 
 
@@ -79,9 +76,7 @@ def _pow2_codes(x, inverse, NATIVE: tl.constexpr):
 def encode_fp8(a, b, ROWS: tl.constexpr, C: tl.constexpr, NATIVE: tl.constexpr):
     """E4M3 codes (uint8 [ROWS, N]) without scales."""
     codes = to_fp8(widened(a, NATIVE), False, NATIVE)
-    if b is not None:
-        codes = _merged(codes, to_fp8(widened(b, NATIVE), False, NATIVE), ROWS, C, 8)
-    return codes
+    return _merged(codes, to_fp8(widened(b, NATIVE), False, NATIVE), ROWS, C, 8)
 
 
 @triton.jit
@@ -98,7 +93,7 @@ def encode_pow2(
 
     The scales are UE8M0 bytes (int32), for V32 the bits of their float32 values.
     """
-    GROUPS: tl.constexpr = C // VEC if b is None else 2 * C // VEC
+    GROUPS: tl.constexpr = 2 * C // VEC
     largest = _largest(a, b, ROWS, C, GROUPS, NATIVE)
     # The smallest power of two not below largest / 448, and not below 1e-4: 448 is 1.75 * 2**8, so
     # a mantissa above 1.75 carries into the exponent. No quotient is so near a power of two that
@@ -114,9 +109,7 @@ def encode_pow2(
         inverse = tl.where(largest >= _INFINITY, special, inverse)
         scales = tl.where(largest >= _INFINITY, 0xFF, exponent)
     wide = _per_column(inverse, ROWS, GROUPS, C)
-    codes = _pow2_codes(a, wide, NATIVE)
-    if b is not None:
-        codes = _merged(codes, _pow2_codes(b, wide, NATIVE), ROWS, C, 8)
+    codes = _merged(_pow2_codes(a, wide, NATIVE), _pow2_codes(b, wide, NATIVE), ROWS, C, 8)
     return codes, scales
 
 
@@ -220,7 +213,7 @@ def encode_fp4(
     NVFP4: a scale may be 0, and codes come from a product with the reciprocal. Otherwise the scale
     is at least 2**-9 and codes come from the quotient.
     """
-    GROUPS: tl.constexpr = C // 16 if b is None else C // 8
+    GROUPS: tl.constexpr = C // 8
     largest = _largest(a, b, ROWS, C, GROUPS, NATIVE)
     finite = largest < _INFINITY
     value = largest.to(tl.float32, bitcast=True)
@@ -235,91 +228,13 @@ def encode_fp4(
     if PACKED:
         power, added, inverse, nudge, signs = _factors_of_pairs(decoded, finite, NVFP4)
         codes = _packed_fp4_pairs(a, power, added, inverse, nudge, signs, ROWS, C, GROUPS)
-        if b is not None:
-            other = _packed_fp4_pairs(b, power, added, inverse, nudge, signs, ROWS, C, GROUPS)
-            codes = _merged(codes, other, ROWS, C // 2, 4)
+        other = _packed_fp4_pairs(b, power, added, inverse, nudge, signs, ROWS, C, GROUPS)
     else:
         # What becomes of the bytes of a group whose elements do not matter.
         forced = tl.where(finite, -1, 0x77)
         if NVFP4:
             forced = tl.where(finite & (scales == 0), 0, forced)
         codes = _fp4_pairs(a, decoded, forced, ROWS, C, GROUPS, NVFP4)
-        if b is not None:
-            other = _fp4_pairs(b, decoded, forced, ROWS, C, GROUPS, NVFP4)
-            codes = _merged(codes, other, ROWS, C // 2, 4)
+        other = _fp4_pairs(b, decoded, forced, ROWS, C, GROUPS, NVFP4)
     scales = tl.where(finite, scales, 0x7F).to(tl.uint8)
-    return codes, scales
-
-
-@triton.jit
-def bf16_bytes(bits, ROWS: tl.constexpr, C: tl.constexpr):
-    """int16 [ROWS, C] -> its bytes, uint8 [ROWS, 2 * C]: a record may start at any address."""
-    wide = bits.to(tl.int32)
-    pairs = tl.join((wide & 0xFF).to(tl.uint8), ((wide >> 8) & 0xFF).to(tl.uint8))
-    return tl.reshape(pairs, (ROWS, 2 * C))
-
-
-@triton.jit
-def word_bytes(words, ROWS: tl.constexpr, C: tl.constexpr):
-    """int32 [ROWS, C] -> its bytes, uint8 [ROWS, 4 * C]."""
-    shifted = tl.expand_dims(words, 2) >> (tl.arange(0, 4) * 8)[None, None, :]
-    return tl.reshape((shifted & 0xFF).to(tl.uint8), (ROWS, 4 * C))
-
-
-@triton.jit
-def bits_of(x, NATIVE: tl.constexpr):
-    """bfloat16 bits (int16) of a tile; bits stay as they are."""
-    if x.dtype == tl.int16:
-        return x
-    else:
-        return to_bf16_bits(as_float32(x), NATIVE)
-
-
-@triton.jit
-def _sum_of_neighbours(x, ROWS: tl.constexpr, N: tl.constexpr, LEVELS: tl.constexpr):
-    """Sums of 2**LEVELS neighbours of [ROWS, N], two at a time."""
-    for level in tl.static_range(LEVELS):
-        # A sum of two is the same in either order; one of more is what the compiler makes of it.
-        x = tl.sum(tl.reshape(x, (ROWS, (N // 2) >> level, 2)), 2)
-    return x
-
-
-@triton.jit
-def _squares(x, ROWS: tl.constexpr, N: tl.constexpr, EXACT: tl.constexpr):
-    """Sums of the squares of two neighbours each of [ROWS, N]."""
-    if EXACT:
-        one, other = tl.split(tl.reshape(x, (ROWS, N // 2, 2)))
-        # No product is rounded: the same sum, in an instruction less.
-        return tl.fma(one, one, other * other)
-    else:
-        return tl.sum(tl.reshape(x * x, (ROWS, N // 2, 2)), 2)
-
-
-@triton.jit
-def sum_of_squares(a, b, ROWS: tl.constexpr, RUN: tl.constexpr, EXACT: tl.constexpr):
-    """Sum over the squares of 512 columns, RUN (8 or 256) of ``a`` and ``b`` [ROWS, 256] in turn.
-
-    float32 [ROWS], neighbours first: the same additions on every device. EXACT: squares are numbers
-    of float32.
-    """
-    IN_RUN: tl.constexpr = 2 if RUN == 8 else 7
-    left = _sum_of_neighbours(_squares(a, ROWS, 256, EXACT), ROWS, 128, IN_RUN)
-    right = _sum_of_neighbours(_squares(b, ROWS, 256, EXACT), ROWS, 128, IN_RUN)
-    total = _sum_of_neighbours(left + right, ROWS, 256 // RUN, 7 - IN_RUN)
-    return tl.reshape(total, (ROWS,))
-
-
-@triton.jit
-def to_bfloat16(x, KEEPS_NAN: tl.constexpr, NATIVE: tl.constexpr):
-    """float32 -> bfloat16 bits (int16); which bits a NaN has matters with KEEPS_NAN only."""
-    if NATIVE and not KEEPS_NAN:
-        return x.to(tl.bfloat16).to(tl.int16, bitcast=True)
-    else:
-        return to_bf16_bits(x, NATIVE)
-
-
-@triton.jit
-def rotate_pairs(first, second, cos, sin, KEEPS_NAN: tl.constexpr, NATIVE: tl.constexpr):
-    """Rotate pairs by ``cos``, ``sin``, float32 of one shape: bfloat16 bits (int16) of both."""
-    rotated = to_bfloat16(first * cos - second * sin, KEEPS_NAN, NATIVE)
-    return rotated, to_bfloat16(second * cos + first * sin, KEEPS_NAN, NATIVE)
+    return _merged(codes, other, ROWS, C // 2, 4), scales

@@ -14,9 +14,14 @@ import triton.language as tl
 
 
 @triton.jit
-def load_slots(slots_ptr, stride_slots, row, num_slots):
-    """Slots of rows as int32, -1 where there is none in the cache."""
-    slot = tl.load(slots_ptr + row.to(tl.int64) * stride_slots)
+def load_slots(slots_ptr, stride_slots, row):
+    """Slots of rows as they are given."""
+    return tl.load(slots_ptr + row.to(tl.int64) * stride_slots)
+
+
+@triton.jit
+def in_cache(slot, num_slots):
+    """Slots as int32, -1 where there is none in the cache."""
     # Negative ones are large without a sign.
     if slot.dtype == tl.int64:
         inside = slot.to(tl.uint64, bitcast=True) < num_slots.to(tl.uint64)
@@ -26,11 +31,43 @@ def load_slots(slots_ptr, stride_slots, row, num_slots):
 
 
 @triton.jit
-def load_rest(slots_ptr, stride_slots, first, TILE: tl.constexpr):
-    """Low halves of the slots before ``first`` that fill no tile [TILE], then -1."""
-    row = first // TILE * TILE + tl.arange(0, TILE)
-    slot = tl.load(slots_ptr + row.to(tl.int64) * stride_slots, mask=row < first, other=-1)
-    return slot.to(tl.int32)
+def load_before(slots_ptr, stride_slots, first, last_row, ROWS: tl.constexpr):
+    """The slots of the rows one before each of ``first``.. [ROWS]."""
+    before = tl.minimum(tl.maximum(first + tl.arange(0, ROWS) - 1, 0), last_row)
+    return load_slots(slots_ptr, stride_slots, before)
+
+
+@triton.jit
+def _places(slots_ptr, stride_slots, start, MANY: tl.constexpr, THREADS: tl.constexpr):
+    """Where the slots of rows ``start``.. are, [MANY, THREADS]: a thread has those of a column."""
+    # Added one after the other: steps of a thread are constants of its loads.
+    one = slots_ptr + start.to(tl.int64) * stride_slots
+    column = one + tl.arange(0, THREADS).to(tl.int64)[None, :] * stride_slots
+    return column + tl.arange(0, MANY).to(tl.int64)[:, None] * THREADS * stride_slots
+
+
+@triton.jit
+def load_rest(slots_ptr, stride_slots, first, PROGRAM: tl.constexpr):
+    """Low halves of the slots before ``first`` that fill no tile, in two halves of one; else -1.
+
+    A half without a row before ``first`` is not asked for.
+    """
+    THREADS: tl.constexpr = 32 * PROGRAM.num_warps
+    HALF: tl.constexpr = PROGRAM.tile // 2
+    WIDTH: tl.constexpr = min(HALF, THREADS)
+    MANY: tl.constexpr = HALF // WIDTH
+    near = ()
+    for half in tl.static_range(2):
+        slot = tl.full((MANY, WIDTH), -1, tl.int32)
+        left = first % PROGRAM.tile - half * HALF
+        if left > 0:
+            # How many of a thread there are: a load has one comparison, with a constant.
+            many = (left + (WIDTH - 1) - tl.arange(0, WIDTH)) // WIDTH
+            there = tl.arange(0, MANY)[:, None] < many[None, :]
+            place = _places(slots_ptr, stride_slots, first - left, MANY, WIDTH)
+            slot = tl.load(place, mask=there, other=-1).to(tl.int32)
+        near = near + (slot,)
+    return near
 
 
 @triton.jit
@@ -40,37 +77,30 @@ def _distance(slot, low):
 
 
 @triton.jit
-def _find_nearest(slot, low, TILE: tl.constexpr, THREADS: tl.constexpr):
-    """The least distance of what each thread has of ``slot`` [TILE], without asking others."""
-    MANY: tl.constexpr = TILE // THREADS if TILE > THREADS else 1
-    return tl.min(tl.reshape(_distance(slot, low), (MANY, TILE // MANY)), 0)
-
-
-@triton.jit
-def _may_have_twins(
+def may_have_twins(
     slots_ptr,
     stride_slots,
     first,
     own,
+    before,
     near,
-    last_row,
     num_slots,
     PROGRAM: tl.constexpr,
 ):
     """Not 0 unless the slots ``own`` of rows ``first``.. differ from each other and earlier ones.
 
-    ``near`` is what ``load_rest`` gives: a tile is on its way while the one before it is looked at.
+    ``before`` is what ``load_before`` gives, ``near`` what ``load_rest`` gives.
     """
     ROWS: tl.constexpr = PROGRAM.rows
     TILE: tl.constexpr = PROGRAM.tile
-    THREADS: tl.constexpr = 32 * PROGRAM.num_warps
+    WIDTH: tl.constexpr = min(TILE // 2, 32 * PROGRAM.num_warps)
     row = tl.arange(0, ROWS)
     # Rows that cross into the next page are two runs of neighbours, those from the first slot on
     # and the rest: no slot is in both. No cache has a slot 2**31 - 1.
-    base = load_slots(slots_ptr, stride_slots, first, num_slots)
+    before = in_cache(before, num_slots)
+    # Not loaded: one number for all threads would be waited for at once.
+    base = tl.max(tl.where(row == 0, own, -1))
     base = tl.where(base < 0, 0x7FFFFFFF, base)
-    behind = tl.minimum(tl.maximum(first + row - 1, 0), last_row)
-    before = load_slots(slots_ptr, stride_slots, behind, num_slots)
     in_first = _distance(own, base) < ROWS
     before_in_first = _distance(before, base) < ROWS
     # All differ if both runs rise, one after the other.
@@ -80,16 +110,18 @@ def _may_have_twins(
     rest = tl.where(in_first, -1, own)
     next_low = tl.min(tl.where(rest < 0, 0x7FFFFFFF, rest))
     next_span = _distance(tl.maximum(tl.max(rest), next_low), next_low)
-    nearest = tl.full((min(TILE, THREADS),), 0xFFFFFFFF, tl.uint32)
+    # What each thread has of the slots before, without asking others.
+    nearest = tl.full((WIDTH,), 0xFFFFFFFF, tl.uint32)
     next_nearest = nearest
     for start in range(0, first // TILE):
-        at = start * TILE + tl.arange(0, TILE)
-        ahead = tl.load(slots_ptr + at.to(tl.int64) * stride_slots).to(tl.int32)
-        nearest = tl.minimum(nearest, _find_nearest(near, base, TILE, THREADS))
-        next_nearest = tl.minimum(next_nearest, _find_nearest(near, next_low, TILE, THREADS))
-        near = ahead
-    nearest = tl.minimum(nearest, _find_nearest(near, base, TILE, THREADS))
-    next_nearest = tl.minimum(next_nearest, _find_nearest(near, next_low, TILE, THREADS))
+        at = start * TILE
+        ahead = tl.load(_places(slots_ptr, stride_slots, at, TILE // WIDTH, WIDTH)).to(tl.int32)
+        nearest = tl.minimum(nearest, tl.min(_distance(ahead, base), 0))
+        next_nearest = tl.minimum(next_nearest, tl.min(_distance(ahead, next_low), 0))
+    for half in tl.static_range(2):
+        if first % TILE > half * (TILE // 2):
+            nearest = tl.minimum(nearest, tl.min(_distance(near[half], base), 0))
+            next_nearest = tl.minimum(next_nearest, tl.min(_distance(near[half], next_low), 0))
     meets = (nearest <= span) | (next_nearest <= next_span)
     doubtful = tl.max(tl.where((own < 0) | follows, 0, 1))
     return tl.max(meets.to(tl.int32)) | doubtful
@@ -120,27 +152,16 @@ def _find_twins(slots_ptr, stride_slots, first, last_row, PROGRAM: tl.constexpr)
 
 
 @triton.jit
-def has_lower_twin(
-    slots_ptr,
-    stride_slots,
-    first,
-    own,
-    near,
-    last_row,
-    num_slots,
-    PROGRAM: tl.constexpr,
-):
+def has_lower_twin(slots_ptr, stride_slots, first, doubtful, last_row, PROGRAM: tl.constexpr):
     """1 where a lower row names the same slot, else 0, for rows ``first``.. [ROWS], 32 at most.
 
-    PROGRAM is an `AppendConfig`.
+    ``doubtful`` is what ``may_have_twins`` gives, None for a program without ranges. PROGRAM is an
+    `AppendConfig`.
     """
     if PROGRAM.tile == 0:
         bits = _find_twins(slots_ptr, stride_slots, first, last_row, PROGRAM)
     else:
         bits = first * 0
-        doubtful = _may_have_twins(
-            slots_ptr, stride_slots, first, own, near, last_row, num_slots, PROGRAM
-        )
         if doubtful != 0:
             bits = _find_twins(slots_ptr, stride_slots, first, last_row, PROGRAM)
     return (bits >> tl.arange(0, PROGRAM.rows)) & 1
