@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import mlacast
+from mlacast.kernels.config.sparse_attention import PrefillWork, prefill_work
 from tests import oracles
 from tests.gpu.hopper_cases import (
     SOME_ROWS,
@@ -130,6 +132,36 @@ def check_case(launch: Launch, case: Case, d_qk: int, device: str) -> None:
     """Long lists, and more tokens than a GPU has multiprocessors to give them one each."""
     for shape in (Shape(142, 640, case.places[0]), Shape(290, 64, case.places[1])):
         check_prefill(launch, case, shape, d_qk, device)
+
+
+def share_tiles(monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
+    """Let ``parts`` programs share each tile of the calls that follow, 66 tiles at most."""
+    from mlacast.kernels.gluon.sm90 import sparse_mla_prefill
+
+    def chosen(num_tokens: int, num_heads: int, multiprocessors: int) -> PrefillWork:
+        return prefill_work(num_tokens, num_heads, multiprocessors)._replace(parts=parts)
+
+    monkeypatch.setattr(sparse_mla_prefill, "prefill_work", chosen)
+
+
+def check_shared_tiles(
+    launch: Launch, case: Case, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """Lists of many blocks, of one and of none: the bytes of programs with tiles of their own."""
+    tokens = 61 if case.heads <= 64 else 33
+    for shape in (
+        Shape(tokens, 640, case.places[0]),
+        Shape(tokens - 2, 100, case.places[1]),
+        Shape(2, 33, case.places[0]),
+        Shape(9, 0, case.places[0]),
+        Shape(tokens, 2048, case.places[1]),
+    ):
+        call = draw_prefill(case, shape, 512, device)
+        share_tiles(monkeypatch, 1)
+        alone = call.run(launch, case, shape.ends)
+        share_tiles(monkeypatch, 2)
+        for _ in range(6):
+            assert_same(alone, call.run(launch, case, shape.ends), "two programs a tile")
 
 
 def draw_growing(heads: int, d_qk: int, device: str) -> PrefillCall:

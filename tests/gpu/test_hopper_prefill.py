@@ -21,6 +21,8 @@ from tests.gpu.hopper_prefill_calls import (
     check_empty_token,
     check_growing,
     check_prefill,
+    check_shared_tiles,
+    share_tiles,
 )
 from tests.gpu.steps import CUDA
 
@@ -61,16 +63,31 @@ def test_against_float64(case: Case) -> None:
     check_case(launch_sparse_mla_prefill, case, 512, CUDA)
 
 
+@pytest.fixture(params=[1, 2], ids=["own-tiles", "shared-tiles"])
+def programs_a_tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few tokens by programs with tiles of their own, and by two a tile."""
+    share_tiles(monkeypatch, request.param)
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_programs_that_share_a_tile_store_the_same_bytes(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_shared_tiles(launch_sparse_mla_prefill, case, monkeypatch, CUDA)
+
+
 @pytest.mark.parametrize("widths", [(100, 33), (1, 0)])
 def test_lists_that_are_no_whole_blocks(widths: tuple[int, int]) -> None:
     for tokens, topk in zip((278, 6), widths, strict=True):
         check_prefill(launch_sparse_mla_prefill, PLAIN, Shape(tokens, topk), 512, CUDA)
 
 
+@pytest.mark.usefixtures("programs_a_tile")
 def test_scores_that_grow_along_a_row() -> None:
     check_growing(launch_sparse_mla_prefill, PLAIN, 512, CUDA)
 
 
+@pytest.mark.usefixtures("programs_a_tile")
 @pytest.mark.parametrize("spoil", ["query", "angles"])
 def test_an_empty_token_ignores_what_it_has(spoil: str) -> None:
     check_empty_token(launch_sparse_mla_prefill, FUSED, spoil, 512, CUDA)

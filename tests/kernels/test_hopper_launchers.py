@@ -79,7 +79,7 @@ def _decode(
     )
 
 
-def _prefill(heads: int, d_qk: int, **options: Any) -> None:
+def _prefill(heads: int, d_qk: int, tokens: int = 2, **options: Any) -> None:
     name = "sparse_mla_prefill" + ("_576" if d_qk == 576 else "")
     plain: dict[str, Any] = {
         "sm_scale": 0.1,
@@ -90,12 +90,12 @@ def _prefill(heads: int, d_qk: int, **options: Any) -> None:
         "q_order": "head",
     }
     getattr(importlib.import_module(f"{SM90}.{name}"), f"launch_{name}")(
-        torch.zeros(2, heads, d_qk, dtype=BF16),
+        torch.zeros(tokens, heads, d_qk, dtype=BF16),
         torch.zeros(8, d_qk, dtype=BF16),
-        torch.zeros(2, 4, dtype=INT32),
-        max_logits=torch.zeros(2, heads),
+        torch.zeros(tokens, 4, dtype=INT32),
+        max_logits=torch.zeros(tokens, heads),
         **{**plain, **options},
-        **_output(2, heads),
+        **_output(tokens, heads),
     )
 
 
@@ -112,6 +112,20 @@ def test_tiles_of_heads_cover_all_and_say_whether_they_are_full(heads: int, told
         assert launch["WORK"].head_blocks == (heads + 63) // 64
         assert launch["WORK"].full_tiles == (heads in (64, 128))
         assert launch["num_heads"] == heads
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "parts", "programs"),
+    [(1, 64, 2, 2), (3, 128, 2, 12), (6, 64, 2, 12), (7, 64, 1, 7), (40, 64, 1, 13)],
+)
+def test_few_tiles_have_two_programs_each(
+    tokens: int, heads: int, parts: int, programs: int, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill = importlib.import_module(f"{SM90}.sparse_mla_prefill")
+    monkeypatch.setattr(prefill, "num_multiprocessors", lambda device: 13)
+    _prefill(heads, 512, tokens)
+    assert told[0]["WORK"].parts == parts
+    assert told[0]["grid"] == (programs,)
 
 
 @pytest.mark.parametrize("main", [False, True])

@@ -14,13 +14,13 @@ pytest.importorskip("triton", reason="needs triton to compile kernels")
 
 from mlacast.kernels.config.attention import EndConfig, PoolConfig, QueryConfig  # noqa: E402
 from mlacast.kernels.config.output import OutputConfig  # noqa: E402
-from mlacast.kernels.config.sparse_attention import work_config  # noqa: E402
+from mlacast.kernels.config.sparse_attention import PrefillWork  # noqa: E402
 from tests.kernels.sm90_build import build, needs_gated_triton  # noqa: E402
 
 pytestmark = needs_gated_triton
 
 PLAIN: dict[str, Any] = {
-    "WORK": work_config(64, 1),
+    "WORK": PrefillWork(1, full_tiles=True, parts=1),
     "QUERY": QueryConfig(512),
     "POOL": PoolConfig("rows"),
     "END": EndConfig(),
@@ -34,7 +34,7 @@ FUSED = PLAIN | {
     "END": FUSED_END,
 }
 HALF_PARTIAL = {
-    "WORK": work_config(63, 1),
+    "WORK": PrefillWork(1, full_tiles=False, parts=1),
     "QUERY": FUSED_QUERY._replace(half_pairing=True),
     "END": FUSED_END._replace(half_pairing=True),
 }
@@ -65,6 +65,13 @@ CASES = {
 }
 # Of 64 heads of 512 a thread stores 256 numbers: bfloat16, codes of 4 bits, else of 8.
 STORES = {0: {"128": 32}, 5: {"128": 8}}
+# Two programs a tile: what is left of the heads, and every way to store.
+SHARED = (
+    "plain-bf16",
+    "fused-chunk16-chunk32-mxfp8",
+    "fused-half-pairing-partial-tile-group64-float32",
+    "fused-half-pairing-partial-tile-nvfp4",
+)
 
 
 @pytest.mark.parametrize("constants", CASES.values(), ids=CASES)
@@ -78,3 +85,17 @@ def test_compiles_without_serialised_wgmma_or_spills(constants: dict[str, Any]) 
     # Where the compiler no longer sees neighbours it stores single numbers, and a bfloat16 output
     # takes twice the time.
     assert built.wide_stores == STORES.get(constants["OUTPUT"].kind, {"64": 32})
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_two_programs_a_tile_compile_without_spills(name: str) -> None:
+    from mlacast.kernels.gluon.sm90.sparse_mla_prefill import OPTIONS, sparse_mla_prefill_kernel
+    from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import UNALIGNED
+
+    constants = CASES[name] | {"WORK": CASES[name]["WORK"]._replace(parts=2)}
+    built = build(sparse_mla_prefill_kernel, OPTIONS, constants, UNALIGNED)
+    # First scores and those of the loop, 512 dimensions each; two output roles, 128 by 64 keys.
+    assert built.products == {"64x64": 2 * 32, "64x128": 2 * 2 * 4}
+    assert built.copy_bits == {"128"}
+    whole = STORES.get(constants["OUTPUT"].kind, {"64": 32})
+    assert built.wide_stores == {bits: number // 2 for bits, number in whole.items()}

@@ -221,10 +221,28 @@ HOPPER = (
         "sparse_mla_prefill",
         "the norm is that of the rotated query",
         _SM90 + "sparse_mla_prefill_score.py",
-        "            q_rope = gl.convert_layout(rotate(q_rope, cos, sin, QUERY.half_pairing), Q)\n",
-        "            q_rope = gl.convert_layout(rotate(q_rope, cos, sin, QUERY.half_pairing), Q)\n"
-        "            if QUERY.has_norm:\n"
-        "                squares = sum_of_squares(q_rope, ROW)\n",
+        "        q_rope = gl.convert_layout(rotate(q_rope, cos, sin, QUERY.half_pairing), Q)\n",
+        "        q_rope = gl.convert_layout(rotate(q_rope, cos, sin, QUERY.half_pairing), Q)\n"
+        "        if QUERY.has_norm:\n"
+        "            squares = sum_of_squares(q_rope, ROW)\n",
+        (_PREFILL + "[mx-head]",),
+    ),
+    Fault(
+        "h-prefill-shared-length",
+        "sparse_mla_prefill",
+        "of two programs a tile, one entry past the length counts",
+        _SM90 + "sparse_mla_prefill_lone_gather.py",
+        "(i * BLOCK_N + lane < length)",
+        "(i * BLOCK_N + lane <= length)",
+        (_PREFILL + "[bf16-h128-length-sink]",),
+    ),
+    Fault(
+        "h-prefill-shared-half",
+        "sparse_mla_prefill",
+        "of two programs a tile, both store the left half",
+        _SM90 + "sparse_mla_prefill_output.py",
+        "part * 256 + SIDE * WIDTH + first",
+        "SIDE * WIDTH + first",
         (_PREFILL + "[mx-head]",),
     ),
     Fault(

@@ -245,7 +245,7 @@ def store_scale_bytes(
     row,
     padding_rows,
     num_heads,
-    FIRST: gl.constexpr,
+    FIRST,
     FULL_TILES: gl.constexpr,
 ):
     """Store scales [heads, n] of groups of 16, from dimension ``FIRST`` of heads 512 wide on.

@@ -31,6 +31,20 @@ class WorkConfig(NamedTuple):
     is_split: bool
 
 
+class PrefillWork(NamedTuple):
+    """How the Hopper prefill of 512 dimensions cuts a call into tiles of 64 heads of a token.
+
+    Attributes:
+        head_blocks: Tiles for the heads of a token.
+        full_tiles: Whether the last of them is full.
+        parts: Programs that share a tile, each with all scores and its part of the output.
+    """
+
+    head_blocks: int
+    full_tiles: bool
+    parts: int
+
+
 class RingConfig(NamedTuple):
     """What the roles of the Hopper decode share.
 
@@ -48,6 +62,16 @@ class RingConfig(NamedTuple):
 def work_config(num_heads: int, num_splits: int) -> WorkConfig:
     """Cut ``num_heads`` heads and the keys of a row."""
     return WorkConfig(-(-num_heads // 64), num_heads % 64 == 0, num_splits > 1)
+
+
+def prefill_work(num_tokens: int, num_heads: int, multiprocessors: int) -> PrefillWork:
+    """Cut ``num_heads`` heads, and the output where that keeps more multiprocessors at work.
+
+    Every output is the same sum in either case, so a row has its bits in any batch.
+    """
+    head_blocks = -(-num_heads // 64)
+    fits_twice = 2 * num_tokens * head_blocks <= multiprocessors
+    return PrefillWork(head_blocks, num_heads % 64 == 0, 2 if fits_twice else 1)
 
 
 def ring_config(d_qk: int, has_codes: bool) -> RingConfig:

@@ -19,8 +19,10 @@ from mlacast.kernels.common.attention_arguments import prefill_arguments
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.targets import store_target
 from mlacast.kernels.config.attention import PoolConfig, end_config, query_config
-from mlacast.kernels.config.sparse_attention import num_multiprocessors, work_config
+from mlacast.kernels.config.sparse_attention import num_multiprocessors, prefill_work
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_gather import gather_role
+from mlacast.kernels.gluon.sm90.sparse_mla_prefill_lone_gather import lone_gather_role
+from mlacast.kernels.gluon.sm90.sparse_mla_prefill_lone_score import lone_score_role
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_output import output_role
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_score import score_role
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
@@ -32,9 +34,13 @@ from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
     VARYING,
 )
 
-# The default partition (scores) gets what the others leave of 512 registers for four threads: 168.
+# The default partition (scores) gets what the others leave of 512 registers for four threads: 168,
+# or 216.
 OPTIONS = {"num_warps": 4, "maxnreg": 128, "launch_pdl": True}
 _OUTPUT_REGISTERS = gl.constexpr(160)
+# Where two programs share a tile the outputs are half as wide, and the scores keep two blocks.
+_HALF_REGISTERS = gl.constexpr(120)
+_LONE_GATHER_REGISTERS = gl.constexpr(56)
 _GATHER_REGISTERS = gl.constexpr(24)
 
 
@@ -80,6 +86,9 @@ def sparse_mla_prefill_kernel(
 ):
     """Tiles of 64 heads of one token, at a stride of the grid. Grid: (programs,).
 
+    With ``WORK.parts`` 2 a program has one tile, all of its scores and half of its output; the next
+    program has the other half. What is different then is in the ``_lone_`` files.
+
     Barriers (producer -> consumer): ``k_ready`` gather -> score, ``k_free`` output (of a query:
     score) -> gather, ``p_ready`` and ``p_go`` score -> output, ``p_free`` output -> score.
     """
@@ -92,7 +101,8 @@ def sparse_mla_prefill_kernel(
     alpha_smem = gl.allocate_shared_memory(gl.float32, [6, BLOCK_H], ROW)
     bias_smem = gl.allocate_shared_memory(gl.float32, [NUM_SLOTS, BLOCK_N], ROW)
     alive_smem = gl.allocate_shared_memory(gl.int8, [4, BLOCK_N], ROW)
-    k_ready = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS, 1], BARRIER)
+    # Where programs share a tile, the left half of the first block has a barrier of its own.
+    k_ready = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS + WORK.parts - 1, 1], BARRIER)
     k_free = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS, 1], BARRIER)
     p_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     p_go = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
@@ -102,6 +112,8 @@ def sparse_mla_prefill_kernel(
         mbarrier.init(k_ready.index(i), count=129)
         # Both halves of the output read a slot; the score role, alone with a query, arrives twice.
         mbarrier.init(k_free.index(i), count=2)
+    if WORK.parts == 2:
+        mbarrier.init(k_ready.index(NUM_SLOTS), count=129)
     for i in gl.static_range(2):
         mbarrier.init(p_ready.index(i), count=1)
         mbarrier.init(p_go.index(i), count=1)
@@ -143,10 +155,24 @@ def sparse_mla_prefill_kernel(
         num_heads,
         num_tiles,
     )
+    # What they need before the first weights where programs share a tile.
+    if WORK.parts == 1:
+        early = (k_free,)
+    else:
+        early = (
+            k_ready,
+            eps,
+            sm_scale * LOG2_E,
+            indices_ptr,
+            stride_indices,
+            kv_ptr,
+            stride_kv,
+            s_kv,
+        )
     gl.warp_specialize(
         [
             (
-                score_role,
+                score_role if WORK.parts == 1 else lone_score_role,
                 (
                     k_smem,
                     q_smem,
@@ -175,10 +201,10 @@ def sparse_mla_prefill_kernel(
                     POOL,
                 ),
             ),
-            (output_role, (places, 0, WORK, POOL, END, OUTPUT)),
-            (output_role, (places, 1, WORK, POOL, END, OUTPUT)),
+            (output_role, (places, early, 0, WORK, QUERY, POOL, END, OUTPUT)),
+            (output_role, (places, early, 1, WORK, QUERY, POOL, END, OUTPUT)),
             (
-                gather_role,
+                gather_role if WORK.parts == 1 else lone_gather_role,
                 (
                     q_ptr,
                     stride_q_token,
@@ -197,7 +223,7 @@ def sparse_mla_prefill_kernel(
                     bias_smem,
                     alive_smem,
                     k_ready,
-                    k_free,
+                    k_free if WORK.parts == 1 else (k_free, p_ready),
                     WORK,
                     QUERY,
                     POOL,
@@ -205,7 +231,11 @@ def sparse_mla_prefill_kernel(
             ),
         ],
         [4, 4, 4],
-        [_OUTPUT_REGISTERS, _OUTPUT_REGISTERS, _GATHER_REGISTERS],
+        [
+            _OUTPUT_REGISTERS if WORK.parts == 1 else _HALF_REGISTERS,
+            _OUTPUT_REGISTERS if WORK.parts == 1 else _HALF_REGISTERS,
+            _GATHER_REGISTERS if WORK.parts == 1 else _LONE_GATHER_REGISTERS,
+        ],
     )
 
 
@@ -228,10 +258,11 @@ def launch_sparse_mla_prefill(
     num_tokens, num_heads, d_qk = q.shape
     target = store_target(out)
     launches = Launches(q.device, target)
-    work = work_config(num_heads, 1)
+    multiprocessors = num_multiprocessors(q.device)
+    work = prefill_work(num_tokens, num_heads, multiprocessors)
     launches.launch(
         sparse_mla_prefill_kernel,
-        (min(num_tokens * work.head_blocks, num_multiprocessors(q.device)),),
+        (min(num_tokens * work.head_blocks * work.parts, multiprocessors),),
         *prefill_arguments(q, kv, indices, topk_length, attn_sink, rope, max_logits, lse),
         *target.tensors.values(),
         *target.hopper_numbers,

@@ -15,7 +15,7 @@ from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
 
 
 @gluon.jit
-def _load_ids(indices_ptr, stride_indices, token, first, lane, length):
+def load_ids(indices_ptr, stride_indices, token, first, lane, length):
     """Row numbers of one block; -1 at or past ``length``."""
     # One address a thread: what is the same in all threads is added before the lane.
     first_ptr = indices_ptr + row_offset(token, stride_indices) + first
@@ -23,23 +23,55 @@ def _load_ids(indices_ptr, stride_indices, token, first, lane, length):
 
 
 @gluon.jit
-def _largest_of_thread(x):
+def largest_of_thread(x):
     """Largest of a thread's four numbers of [64]: [16], in one register."""
     return gl.max(gl.reshape(x, (BLOCK_N // 16, 16)), 0)
 
 
 @gluon.jit
-def _repeat_by_thread(x, lane):
-    """Repeat numbers [16] of threads, as ``_largest_of_thread`` leaves them, in their rows [64]."""
+def repeat_by_thread(x, lane):
+    """Repeat numbers [16] of threads, as ``largest_of_thread`` leaves them, in their rows [64]."""
     rows = gl.expand_dims(x, 0).broadcast_to((BLOCK_N // 16, 16))
     return gl.convert_layout(gl.reshape(rows, (BLOCK_N,)), lane.type.layout, assert_trivial=True)
 
 
 @gluon.jit
-def _publish(slot, k_ready):
+def publish(slot, k_ready):
     """Signal the slot once this warpgroup's copies have landed: 128 arrivals and one."""
     async_copy.mbarrier_arrive(k_ready.index(slot), increment_count=False)
     mbarrier.arrive(k_ready.index(slot), count=1)
+
+
+@gluon.jit
+def gather_query(
+    base,
+    stride_q_head,
+    num_heads,
+    tile,
+    k_smem,
+    slot,
+    lane,
+    WORK: gl.constexpr,
+    QUERY: gl.constexpr,
+):
+    """Ask for the query of a tile, [64, 512], of the token at ``base``: into ``slot``."""
+    LAYOUT: gl.constexpr = lane.type.layout.parent
+    # In chunk16 order the address of each chunk is its own: fewer columns at a time.
+    WIDTH: gl.constexpr = 64 if QUERY.chunk16 else 512
+    for first in gl.static_range(0, 512, WIDTH):
+        head = (tile % WORK.head_blocks) * BLOCK_H + opaque(lane)
+        q_d = first + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+        if QUERY.chunk16:
+            chunk = (q_d // 16) * (opaque(num_heads) * 16) + q_d % 16
+            query = base + ((head * 16)[:, None] + chunk[None, :])
+        else:
+            query = base + (head * stride_q_head)[:, None] + q_d[None, :]
+        target = k_smem.index(slot).slice(first, WIDTH, dim=1)
+        if WORK.full_tiles:
+            async_copy.async_copy_global_to_shared(target, query)
+        else:
+            mask = (head < num_heads)[:, None]
+            async_copy.async_copy_global_to_shared(target, query, mask=mask)
 
 
 @gluon.jit
@@ -80,7 +112,7 @@ def gather_role(
     step = gl.num_programs(0)
     first_token = gl.program_id(0) // WORK.head_blocks
     length = row_length(length_ptr, stride_length, first_token, topk, POOL)
-    ids = _load_ids(indices_ptr, stride_indices, first_token, 0, lane, length)
+    ids = load_ids(indices_ptr, stride_indices, first_token, 0, lane, length)
     for tile in range(gl.program_id(0), num_tiles, step):
         token = tile // WORK.head_blocks
         next_token = gl.where(tile + step < num_tiles, tile + step, tile) // WORK.head_blocks
@@ -88,32 +120,27 @@ def gather_role(
         base = q_ptr + token.to(gl.int64) * stride_q_token
         slot = place & 3
         mbarrier.wait(k_free.index(slot), (place >> 2) & 1)
-        # In chunk16 order the address of each chunk is its own: fewer columns at a time.
-        WIDTH: gl.constexpr = 64 if QUERY.chunk16 else 512
-        for first in gl.static_range(0, 512, WIDTH):
-            head = (tile % WORK.head_blocks) * BLOCK_H + opaque(lane)
-            q_d = first + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-            if QUERY.chunk16:
-                chunk = (q_d // 16) * (opaque(num_heads) * 16) + q_d % 16
-                query = base + ((head * 16)[:, None] + chunk[None, :])
-            else:
-                query = base + (head * stride_q_head)[:, None] + q_d[None, :]
-            target = k_smem.index(slot).slice(first, WIDTH, dim=1)
-            if WORK.full_tiles:
-                async_copy.async_copy_global_to_shared(target, query)
-            else:
-                mask = (head < num_heads)[:, None]
-                async_copy.async_copy_global_to_shared(target, query, mask=mask)
-        _publish(slot, k_ready)
+        gather_query(
+            base,
+            stride_q_head,
+            num_heads,
+            tile,
+            k_smem,
+            slot,
+            lane,
+            WORK,
+            QUERY,
+        )
+        publish(slot, k_ready)
         place = next_place(place)
         num_blocks = block_count(length)
-        best = _largest_of_thread(gl.full((BLOCK_N,), float("-inf"), gl.float32, lane.type.layout))
+        best = largest_of_thread(gl.full((BLOCK_N,), float("-inf"), gl.float32, lane.type.layout))
         alive_row = alive_smem.index((place >> 3) & 3)
         for i in range(num_blocks):
             valid = (ids >= 0) & (ids < s_kv)
             rows = kv_ptr + (ids.to(gl.int64) * stride_kv)[:, None] + d[None, :]
             is_last = i == num_blocks - 1
-            ids = _load_ids(
+            ids = load_ids(
                 indices_ptr,
                 stride_indices,
                 gl.where(is_last, next_token, token),
@@ -124,11 +151,11 @@ def gather_role(
             slot = place & 3
             mbarrier.wait(k_free.index(slot), (place >> 2) & 1)
             bias = gl.where(valid, 0.0, float("-inf"))
-            best = gl.maximum(best, _largest_of_thread(bias))
+            best = gl.maximum(best, largest_of_thread(bias))
             bias_smem.index(slot).store(bias)
-            alive_row.store(_repeat_by_thread((best == 0.0).to(gl.int8), lane))
+            alive_row.store(repeat_by_thread((best == 0.0).to(gl.int8), lane))
             async_copy.async_copy_global_to_shared(k_smem.index(slot), rows, mask=valid[:, None])
-            _publish(slot, k_ready)
+            publish(slot, k_ready)
             place = next_place(place)
         place += 8
         length = next_length

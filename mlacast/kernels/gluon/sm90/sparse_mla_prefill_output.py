@@ -1,4 +1,4 @@
-"""Output roles of the Hopper prefill kernel: P V of 256 dimensions each, and the epilogue."""
+"""Output roles of the Hopper prefill kernel: P V of 256 or 128 dimensions, and the epilogue."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,43 +21,78 @@ from mlacast.kernels.common.sm90_rotation import (
     table_row,
 )
 from mlacast.kernels.common.sm90_scaled_store import store_scaled_block
+from mlacast.kernels.gluon.sm90.sparse_mla_prefill_lone_output import (
+    prefetch_rows,
+    serve_scores,
+)
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
     BLOCK_H,
+    BLOCK_N,
     LN_2,
     MAXIMUM,
+    NUM_SLOTS,
     TOTAL,
     block_count,
     next_slot,
     row_length,
+    tile_range,
 )
 
 
 @gluon.jit
 def _start_product(
-    o, slot, buffer, phase, k_smem, p_smem, alpha_smem, p_ready, p_go, HALF: gl.constexpr
+    o,
+    slot,
+    buffer,
+    phase,
+    k_smem,
+    p_smem,
+    alpha_smem,
+    p_ready,
+    p_go,
+    SIDE: gl.constexpr,
+    WORK: gl.constexpr,
 ):
     """Issue ``o * alpha + P V`` of one block."""
     mbarrier.wait(p_ready.index(buffer), phase)
     alpha = alpha_smem.index(buffer).load(gl.SliceLayout(1, o.type.layout))
-    o = rescale(o, alpha, 128)
-    mbarrier.wait(p_go.index(buffer), phase)
-    v = k_smem.index(slot).slice(HALF * 256, 256, dim=1)
+    if WORK.parts == 1:
+        o = rescale(o, alpha, 128)
+        mbarrier.wait(p_go.index(buffer), phase)
+        v = k_smem.index(slot).slice(SIDE * 256, 256, dim=1)
+    else:
+        o = rescale(o, alpha, 64)
+        part = gl.program_id(0) % 2
+        pieces = k_smem._reinterpret(gl.bfloat16, [2 * NUM_SLOTS, BLOCK_N, 256], k_smem.layout)
+        v = pieces.index(2 * slot + part).slice(SIDE * 128, 128, dim=1)
     return warpgroup_mma(p_smem.index(buffer), v, o, is_async=True)
+
+
+@gluon.jit
+def _store_rows(target_ptr, numbers, token, head, num_heads, WORK: gl.constexpr):
+    """Store numbers of a token's heads."""
+    target = target_ptr + row_offset(token, num_heads) + head
+    if WORK.full_tiles:
+        gl.store(target, numbers)
+    else:
+        gl.store(target, numbers, mask=head < num_heads)
 
 
 @gluon.jit
 def output_role(
     places,
-    HALF: gl.constexpr,
+    early,
+    SIDE: gl.constexpr,
     WORK: gl.constexpr,
+    QUERY: gl.constexpr,
     POOL: gl.constexpr,
     END: gl.constexpr,
     OUTPUT: gl.constexpr,
 ):
-    """Accumulate dimensions ``256 * HALF``.. of every tile, normalise, rotate back and store.
+    """Accumulate half of what the program has of the output, normalise, rotate back and store.
 
-    Consumes ``p_ready`` and ``p_go``; produces ``p_free`` and, together with the other half,
-    ``k_free``. The left half also stores lse and max_logits.
+    Consumes ``p_ready`` and ``p_go``; produces ``p_free`` and, together with the other output role,
+    ``k_free``. The role with the first dimensions (SIDE 0) also stores lse and max_logits.
     """
     (
         k_smem,
@@ -92,25 +127,45 @@ def output_role(
     ) = places
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, OUT)
-    ROTATES: gl.constexpr = END.rotates_back and HALF == 1
+    ROTATES: gl.constexpr = END.rotates_back and SIDE == 1
+    WIDTH: gl.constexpr = 256 // WORK.parts
     if ROTATES:
-        pairs, other = split_pairs(
-            halves(halves(gl.zeros((BLOCK_H, 256), gl.float32, OUT), 256)[1], 128)[1],
-            END.half_pairing,
-        )
+        last = gl.zeros((BLOCK_H, WIDTH), gl.float32, OUT)
+        if WIDTH == 256:
+            last = halves(last, 256)[1]
+        pairs, other = split_pairs(halves(last, 128)[1], END.half_pairing)
     slot = 0
     count = 0
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+    # Of two programs with the same tile the first has the left half of the output.
+    part = 0
+    if WORK.parts == 2:
+        part = gl.program_id(0) % 2
+        if SIDE == 0:
+            serve_scores(early, k_smem, alpha_smem, k_free, p_go, QUERY)
+        else:
+            prefetch_rows(early, topk, WORK)
+    first_tile, end_tile, step = tile_range(num_tiles, WORK)
+    for tile in range(first_tile, end_tile, step):
         token = tile // WORK.head_blocks
         num_blocks = block_count(row_length(length_ptr, stride_length, token, topk, POOL))
         if ROTATES:
             angles = table_row(table_rows, positions_ptr, stride_positions, token)
-        o = gl.zeros((BLOCK_H, 256), gl.float32, OUT)
+        o = gl.zeros((BLOCK_H, WIDTH), gl.float32, OUT)
         for _ in range(num_blocks - 1):
             slot = next_slot(slot)
             buffer = count & 1
             o = _start_product(
-                o, slot, buffer, (count >> 1) & 1, k_smem, p_smem, alpha_smem, p_ready, p_go, HALF
+                o,
+                slot,
+                buffer,
+                (count >> 1) & 1,
+                k_smem,
+                p_smem,
+                alpha_smem,
+                p_ready,
+                p_go,
+                SIDE,
+                WORK,
             )
             o = warpgroup_mma_wait(0, deps=[o])
             mbarrier.arrive(p_free.index(buffer), count=1)
@@ -119,7 +174,17 @@ def output_role(
         slot = next_slot(slot)
         buffer = count & 1
         o = _start_product(
-            o, slot, buffer, (count >> 1) & 1, k_smem, p_smem, alpha_smem, p_ready, p_go, HALF
+            o,
+            slot,
+            buffer,
+            (count >> 1) & 1,
+            k_smem,
+            p_smem,
+            alpha_smem,
+            p_ready,
+            p_go,
+            SIDE,
+            WORK,
         )
         # The last product hides the tile's sums and the latency of loads.
         head_start = (tile % WORK.head_blocks) * BLOCK_H
@@ -142,14 +207,10 @@ def output_role(
             # An empty row keeps the factor 0: -inf - (-inf) would be NaN.
             shifted = gl.where(empty, 0.0, sink - lse)
             factor = gl.where(sink == float("inf"), 0.0, factor / (1.0 + gl.exp(shifted)))
-        if HALF == 0:
-            target = row_offset(token, num_heads)
-            if WORK.full_tiles:
-                gl.store(lse_ptr + target + head, lse)
-                gl.store(max_logits_ptr + target + head, running_max * LN_2)
-            else:
-                gl.store(lse_ptr + target + head, lse, mask=head < num_heads)
-                gl.store(max_logits_ptr + target + head, running_max * LN_2, mask=head < num_heads)
+        if SIDE == 0:  # noqa: SIM102 - decided while compiling, the other while running
+            if part == 0:
+                _store_rows(lse_ptr, lse, token, head, num_heads, WORK)
+                _store_rows(max_logits_ptr, running_max * LN_2, token, head, num_heads, WORK)
         factor = awaited(factor)
         o = warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(p_free.index(buffer), count=1)
@@ -157,22 +218,28 @@ def output_role(
         count += 1
         token_row = token.to(gl.int64)
         padding = gl.where(token == num_tiles // WORK.head_blocks - 1, padding_rows, 0)
-        left, right = halves(o, 256)
+        left, right = halves(o, 256) if WIDTH == 256 else (o, o)
         # The rotated block last: only then are there registers for its angles.
-        for first in gl.static_range(0, 256, 128):
+        for first in gl.static_range(0, WIDTH, 128):
             block = left if first == 0 else right
-            if first == 128:
-                # The next tile's first softmax is what everything waits for: go on while its
-                # second scores occupy the tensor cores.
-                mbarrier.wait(
-                    p_ready.index(count & 1),
-                    (count >> 1) & 1,
-                    pred=tile + gl.num_programs(0) < num_tiles,
-                )
-                factor = held_back(factor)
-                if ROTATES:
-                    cos, sin = load_angles(table_ptr, stride_table, angles, pairs)
-                    block = rotate_back(block, cos, sin, END.half_pairing)
+            if first + 128 == WIDTH:
+                if WIDTH == 256:
+                    # The next tile's first softmax is what everything waits for: go on while its
+                    # second scores occupy the tensor cores.
+                    mbarrier.wait(
+                        p_ready.index(count & 1),
+                        (count >> 1) & 1,
+                        pred=tile + step < end_tile,
+                    )
+                    factor = held_back(factor)
+                if ROTATES:  # noqa: SIM102 - as above
+                    if part == WORK.parts - 1:
+                        cos, sin = load_angles(table_ptr, stride_table, angles, pairs)
+                        block = gl.convert_layout(
+                            rotate_back(block, cos, sin, END.half_pairing),
+                            block.type.layout,
+                            assert_trivial=True,
+                        )
             alive = gl.where(factor == 0.0, 0, -1)
             store_scaled_block(
                 block,
@@ -189,7 +256,7 @@ def output_role(
                 padding,
                 head_start,
                 num_heads,
-                HALF * 256 + first,
+                part * 256 + SIDE * WIDTH + first,
                 WORK.full_tiles,
                 True,
                 OUTPUT,

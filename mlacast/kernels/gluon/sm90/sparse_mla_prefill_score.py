@@ -32,7 +32,50 @@ LAZINESS = gl.constexpr(8.0)
 
 
 @gluon.jit
-def _start_scores(q_left, q_middle, q_right_smem, k, bias):
+def take_query(
+    query,
+    q_smem,
+    is_free,
+    cos,
+    sin,
+    eps,
+    score_scale_log2,
+    S: gl.constexpr,
+    QUERY: gl.constexpr,
+):
+    """Rotate a tile's query [64, 512], which leaves its slot of the ring.
+
+    Returns:
+        its first 256 dimensions and the next 128, operands of products; the others are in
+        ``q_smem``. And the score scale [64] of its heads.
+    """
+    Q: gl.constexpr = gl.DotOperandLayout(0, S, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, S)
+    q_rope = query.slice(448, 64, dim=1).load(Q)
+    if QUERY.has_norm:
+        squares = sum_of_squares(q_rope, ROW)
+    if QUERY.is_rotated:
+        q_rope = gl.convert_layout(rotate(q_rope, cos, sin, QUERY.half_pairing), Q)
+    q_smem.slice(64, 64, dim=1).store(q_rope)
+    q_part = query.slice(384, 64, dim=1).load(Q)
+    if QUERY.has_norm:
+        squares += sum_of_squares(q_part, ROW)
+    q_smem.slice(0, 64, dim=1).store(q_part)
+    fence_async_shared()
+    q_left = query.slice(0, 256, dim=1).load(Q)
+    q_middle = query.slice(256, 128, dim=1).load(Q)
+    mbarrier.arrive(is_free, count=2)
+    score_scale = gl.full((BLOCK_H,), 0.0, gl.float32, ROW) + score_scale_log2
+    if QUERY.has_norm:
+        # The norm is one factor per head, so it joins the score scale; meanwhile the first keys
+        # arrive.
+        squares += sum_of_squares(q_left, ROW) + sum_of_squares(q_middle, ROW)
+        score_scale *= gl.rsqrt(squares * (1.0 / 512.0) + eps)
+    return q_left, q_middle, score_scale
+
+
+@gluon.jit
+def start_scores(q_left, q_middle, q_right_smem, k, bias):
     """Issue q k^T on top of the bias row; 384 query dimensions are in registers, 128 in memory."""
     kt = k.permute((1, 0))
     s = warpgroup_mma(q_left, kt.slice(0, 256, dim=0), bias, is_async=True)
@@ -41,7 +84,7 @@ def _start_scores(q_left, q_middle, q_right_smem, k, bias):
 
 
 @gluon.jit
-def _softmax(
+def softmax(
     s, base, running_max, partial_sum, score_scale, PARTIAL: gl.constexpr, LAST: gl.constexpr
 ):
     """Fold one block of scores [64, 64] into the softmax state.
@@ -77,6 +120,38 @@ def _publish_weights(p, alpha, p_smem, alpha_smem, p_ready, p_free, count):
     p_smem.index(buffer).store(p)
     alpha_smem.index(buffer).store(alpha)
     mbarrier.arrive(p_ready.index(buffer), count=1)
+
+
+@gluon.jit
+def publish_last(
+    p,
+    alpha,
+    partial_sum,
+    running_max,
+    alive_row,
+    p_smem,
+    alpha_smem,
+    p_ready,
+    p_go,
+    p_free,
+    count,
+    WORK: gl.constexpr,
+):
+    """Hand over a tile's last block ``count``, with the sums and maxima of its rows."""
+    ROW: gl.constexpr = alpha.type.layout
+    # The last block is here, and with it what the gather role knows of the whole tile.
+    alive = any_marked(alive_row)
+    buffer = count & 1
+    mbarrier.wait(p_free.index(buffer), ((count >> 1) & 1) ^ 1)
+    p_smem.index(buffer).store(p)
+    alpha_smem.index(buffer).store(alpha)
+    total = gl.convert_layout(gl.sum(partial_sum, 1), ROW)
+    alpha_smem.index(TOTAL + buffer).store(gl.where(alive != 0, total, 0.0))
+    alpha_smem.index(MAXIMUM + buffer).store(running_max)
+    fence_async_shared()
+    mbarrier.arrive(p_ready.index(buffer), count=1)
+    if WORK.parts == 1:
+        mbarrier.arrive(p_go.index(buffer), count=1)
 
 
 @gluon.jit
@@ -126,6 +201,9 @@ def score_role(
     # Bits 0..29 count blocks, the others tiles: one register less.
     count = 0
     first_token = gl.program_id(0) // WORK.head_blocks
+    # Without rotation nobody reads them.
+    cos = 0
+    sin = 0
     if QUERY.is_rotated:
         pairs, other = split_pairs(gl.zeros((BLOCK_H, 64), gl.bfloat16, Q), QUERY.half_pairing)
         angles = table_row(table_rows, positions_ptr, stride_positions, first_token)
@@ -137,39 +215,29 @@ def score_role(
         if QUERY.is_rotated:
             next_angles = table_row(table_rows, positions_ptr, stride_positions, next_token)
         mbarrier.wait(k_ready.index(slot), phase)
-        query = k_smem.index(slot)
-        q_rope = query.slice(448, 64, dim=1).load(Q)
-        if QUERY.has_norm:
-            squares = sum_of_squares(q_rope, ROW)
-        if QUERY.is_rotated:
-            q_rope = gl.convert_layout(rotate(q_rope, cos, sin, QUERY.half_pairing), Q)
-        q_smem.slice(64, 64, dim=1).store(q_rope)
-        q_part = query.slice(384, 64, dim=1).load(Q)
-        if QUERY.has_norm:
-            squares += sum_of_squares(q_part, ROW)
-        q_smem.slice(0, 64, dim=1).store(q_part)
-        fence_async_shared()
-        q_left = query.slice(0, 256, dim=1).load(Q)
-        q_middle = query.slice(256, 128, dim=1).load(Q)
-        mbarrier.arrive(k_free.index(slot), count=2)
-        score_scale = gl.full((BLOCK_H,), 0.0, gl.float32, ROW) + score_scale_log2
-        if QUERY.has_norm:
-            # The norm is one factor per head, so it joins the score scale; meanwhile the first keys
-            # arrive.
-            squares += sum_of_squares(q_left, ROW) + sum_of_squares(q_middle, ROW)
-            score_scale *= gl.rsqrt(squares * (1.0 / 512.0) + eps)
+        q_left, q_middle, score_scale = take_query(
+            k_smem.index(slot),
+            q_smem,
+            k_free.index(slot),
+            cos,
+            sin,
+            eps,
+            score_scale_log2,
+            S,
+            QUERY,
+        )
         phase = next_phase(slot, phase)
         slot = next_slot(slot)
         mbarrier.wait(k_ready.index(slot), phase)
         zeros = gl.zeros((64, 64), gl.float32, S)
         bias = gl.broadcast(bias_smem.index(slot).load(COLUMN)[None, :], zeros)[0]
-        s = _start_scores(q_left, q_middle, q_smem, k_smem.index(slot), bias)
+        s = start_scores(q_left, q_middle, q_smem, k_smem.index(slot), bias)
         running_max = gl.full((BLOCK_H,), -float("inf"), gl.float32, ROW)
         base = running_max
         partial_sum = gl.full((BLOCK_H, 4), 0.0, gl.float32, PARTIAL)
         s = warpgroup_mma_wait(0, deps=[s])
         for _ in range(num_blocks - 1):
-            p, alpha, base, running_max, partial_sum = _softmax(
+            p, alpha, base, running_max, partial_sum = softmax(
                 s, base, running_max, partial_sum, score_scale, PARTIAL, False
             )
             _publish_weights(p, alpha, p_smem, alpha_smem, p_ready, p_free, count)
@@ -177,7 +245,7 @@ def score_role(
             slot = next_slot(slot)
             mbarrier.wait(k_ready.index(slot), phase)
             bias = gl.broadcast(bias_smem.index(slot).load(COLUMN)[None, :], s)[0]
-            s = _start_scores(q_left, q_middle, q_smem, k_smem.index(slot), bias)
+            s = start_scores(q_left, q_middle, q_smem, k_smem.index(slot), bias)
             s = warpgroup_mma_wait(1, deps=[s])
             fence_async_shared()
             mbarrier.arrive(p_go.index(count & 1), count=1)
@@ -186,21 +254,23 @@ def score_role(
         # The query's registers are free now, and the end of the tile hides the latency of loads.
         if QUERY.is_rotated:
             cos, sin = load_angles(table_ptr, stride_table, next_angles, pairs)
-        p, alpha, base, running_max, partial_sum = _softmax(
+        p, alpha, base, running_max, partial_sum = softmax(
             s, base, running_max, partial_sum, score_scale, PARTIAL, True
         )
-        # The last block is here, and with it what the gather role knows of the whole tile.
-        alive = any_marked(alive_smem.index((count >> 30) & 3))
-        buffer = count & 1
-        mbarrier.wait(p_free.index(buffer), ((count >> 1) & 1) ^ 1)
-        p_smem.index(buffer).store(p)
-        alpha_smem.index(buffer).store(alpha)
-        total = gl.convert_layout(gl.sum(partial_sum, 1), ROW)
-        alpha_smem.index(TOTAL + buffer).store(gl.where(alive != 0, total, 0.0))
-        alpha_smem.index(MAXIMUM + buffer).store(running_max)
-        fence_async_shared()
-        mbarrier.arrive(p_ready.index(buffer), count=1)
-        mbarrier.arrive(p_go.index(buffer), count=1)
+        publish_last(
+            p,
+            alpha,
+            partial_sum,
+            running_max,
+            alive_smem.index((count >> 30) & 3),
+            p_smem,
+            alpha_smem,
+            p_ready,
+            p_go,
+            p_free,
+            count,
+            WORK,
+        )
         count += 1 + (1 << 30)
         phase = next_phase(slot, phase)
         slot = next_slot(slot)

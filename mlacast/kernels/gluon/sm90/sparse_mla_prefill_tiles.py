@@ -47,6 +47,20 @@ UNALIGNED = [
 
 
 @gluon.jit
+def tile_range(num_tiles, WORK: gl.constexpr):
+    """First tile of the program, the end of its tiles, and the step from one to the next.
+
+    Where programs share a tile each has one, and the compiler sees it.
+    """
+    if WORK.parts == 1:
+        first = gl.program_id(0)
+        return first, num_tiles, gl.num_programs(0)
+    else:
+        first = gl.program_id(0) // WORK.parts
+        return first, first + 1, 1
+
+
+@gluon.jit
 def next_slot(slot):
     """Slot of the ring after ``slot``."""
     return gl.where(slot == NUM_SLOTS - 1, 0, slot + 1)
