@@ -168,8 +168,9 @@ CACHE_VARIANTS = (
             _cache_types(one),
             128,
             8,
-            # Codes of four bits are 8 bytes of the 16 dimensions that a thread has of a part.
-            one.name.startswith("NVFP4") if "FP4" in one.name else 4,
+            # Codes of four bits are 8 bytes of the 16 dimensions that a thread has of a part, and
+            # so are the numbers of NVFP4 that it has of each half that is rotated.
+            0 if "FP4" in one.name else 4,
             4 if "FP4" in one.name else 0,
             options=CHUNK_OPTIONS,
         )
