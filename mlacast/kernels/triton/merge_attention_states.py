@@ -16,15 +16,11 @@ from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.packed_bf16 import widened
 from mlacast.kernels.common.store import NVFP4, Padding, Target, store_rows
 from mlacast.kernels.common.targets import StoreTarget, store_target
+from mlacast.kernels.config.merge_attention_states import merge_config
 from mlacast.kernels.config.output import OutputConfig
 
 # Parts that one launch reads; more are merged in turn, by way of a float32 result.
 _PARTS = 4
-# Features of a row of a tile, and its rows: so many tokens by so many neighbouring rows.
-_WIDTH = 128
-_BLOCK_T = 8
-_BLOCK_B = 8
-_NUM_WARPS = 8
 
 # Counts and strides that vary while serving must not pick another variant of the kernel.
 _VARYING = [
@@ -234,12 +230,7 @@ def _merge_attention_states_kernel(
     stride_sf_word,
     row_start,
     padding_rows,
-    PARTS: tl.constexpr,
-    D: tl.constexpr,
-    FEATURES: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    WIDTH: tl.constexpr,
+    MERGE: tl.constexpr,
     NATIVE: tl.constexpr,
     PDL: tl.constexpr,
     OUTPUT: tl.constexpr,
@@ -251,6 +242,11 @@ def _merge_attention_states_kernel(
     one weight for each part; else every element has its own. FEATURES is the number of them where
     the last block is not full, else 0. Grid: (ceil(T / BLOCK_T) * ceil(num_blocks / BLOCK_B),).
     """
+    BLOCK_T: tl.constexpr = MERGE.block_t
+    BLOCK_B: tl.constexpr = MERGE.block_b
+    WIDTH: tl.constexpr = MERGE.width
+    D: tl.constexpr = MERGE.d
+    FEATURES: tl.constexpr = MERGE.features
     ROWS: tl.constexpr = BLOCK_T * BLOCK_B
     BY_16: tl.constexpr = D % WIDTH == 0 and OUTPUT.kind == NVFP4
     after_previous_kernel(PDL)
@@ -298,7 +294,7 @@ def _merge_attention_states_kernel(
         ),
     )
     sums = (lse_ptr, stride_token_lse, stride_head_lse)
-    out = _merge_parts(parts, places, sums, PARTS, WIDTH, BY_16, NATIVE)
+    out = _merge_parts(parts, places, sums, MERGE.parts, WIDTH, BY_16, NATIVE)
     target = Target(
         data_ptr,
         sf_ptr,
@@ -383,31 +379,26 @@ def _launch(
     width: int,
 ) -> None:
     """Merge at most ``_PARTS`` parts into ``target`` and ``lse``, given with its strides."""
-    features = num_heads * width
-    blocks = triton.cdiv(features, _WIDTH)
+    config = merge_config(len(parts), num_heads, width)
+    blocks = triton.cdiv(num_heads * width, config.width)
     device = target.tensors["data_ptr"].device
     overlaps = overlaps_launches(device)
     # The arguments of absent parts are those of the first one, and not looked at.
     given = [*parts, *[parts[0]] * (_PARTS - len(parts))]
     launches.launch(
         _merge_attention_states_kernel,
-        (triton.cdiv(num_tokens, _BLOCK_T) * triton.cdiv(blocks, _BLOCK_B),),
+        (triton.cdiv(num_tokens, config.block_t) * triton.cdiv(blocks, config.block_b),),
         *(argument for part in given for argument in part),
         *lse,
         num_tokens,
         blocks,
         *target.tensors.values(),
         *target.numbers.values(),
-        PARTS=len(parts),
-        D=width,
-        FEATURES=features if features % _WIDTH else 0,
-        BLOCK_T=_BLOCK_T,
-        BLOCK_B=_BLOCK_B,
-        WIDTH=_WIDTH,
+        MERGE=config,
         NATIVE=has_fp8_casts(device),
         PDL=overlaps,
         OUTPUT=target.config,
-        num_warps=_NUM_WARPS,
+        num_warps=config.num_warps,
         enable_fp_fusion=False,
         launch_pdl=overlaps,
     )
