@@ -306,9 +306,8 @@ def _merge_attention_states_kernel(
         stride_sf_word,
         row_start,
     )
-    end = num_tokens.to(tl.int64)
     padding = Padding(
-        end,
+        num_tokens.to(tl.int64),
         tl.where(first_token + BLOCK_T >= num_tokens, padding_rows, 0),
         lane // BLOCK_B,
         has_block,
