@@ -200,7 +200,7 @@ def score_role(
     lse_ptr,
     num_heads,
     num_tiles,
-    score_scale_log2,
+    scale_log2,
     WORK: gl.constexpr,
     QUERY: gl.constexpr,
     POOL: gl.constexpr,
@@ -257,9 +257,7 @@ def score_role(
         for _ in range(num_blocks - 1):
             phase = next_phase(slot, phase)
             slot = next_slot(slot)
-            p, alpha, running_max, partial_sum = _softmax(
-                s, running_max, partial_sum, score_scale_log2
-            )
+            p, alpha, running_max, partial_sum = _softmax(s, running_max, partial_sum, scale_log2)
             mbarrier.wait(barriers.index(K_READY + slot), phase)
             _publish_weights(barriers, p, alpha, p_smem, alpha_smem, count)
             s = _start_scores(barriers, query, k_smem.index(slot), tail_smem, S)
@@ -275,7 +273,7 @@ def score_role(
             sink = _load_sink(sink_ptr, tile, num_heads, WORK, ROW)
         if QUERY.is_rotated:
             cos, sin = load_angles(table_ptr, stride_table, next_angles, pairs)
-        p, alpha, running_max, partial_sum = _softmax(s, running_max, partial_sum, score_scale_log2)
+        p, alpha, running_max, partial_sum = _softmax(s, running_max, partial_sum, scale_log2)
         _publish_weights(barriers, p, alpha, p_smem, alpha_smem, count)
         mbarrier.arrive(barriers.index(P_GO + (count & 1)), count=1)
         count += 1
