@@ -75,16 +75,11 @@ class Places(NamedTuple):
 
 
 @triton.jit
-def _find_places(
-    token,
-    block,
-    in_range,
-    D: tl.constexpr,
-    FEATURES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BY_16: tl.constexpr,
-):
+def _find_places(token, block, in_range, MERGE: tl.constexpr, BY_16: tl.constexpr):
     """The `Places` of blocks of features; arguments [ROWS, 1], of which ``in_range`` exist."""
+    D: tl.constexpr = MERGE.d
+    FEATURES: tl.constexpr = MERGE.features
+    WIDTH: tl.constexpr = MERGE.width
     element = tl.arange(0, WIDTH)[None, :]
     if D % WIDTH == 0:
         head = block // (D // WIDTH)
@@ -258,7 +253,7 @@ def _merge_attention_states_kernel(
     has_block = block < num_blocks
     in_range = has_block & (token < num_tokens)
     token = token.to(tl.int64)
-    places = _find_places(token, block, in_range, D, FEATURES, WIDTH, BY_16)
+    places = _find_places(token, block, in_range, MERGE, BY_16)
     parts = (
         Part(
             out0_ptr,
