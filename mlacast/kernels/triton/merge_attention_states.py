@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
-from mlacast.kernels.common.dependents import after_previous_kernel, overlaps_launches
+from mlacast.kernels.common.dependents import overlaps_launches, wait_for_previous_kernel
 from mlacast.kernels.common.fp8_casts import has_fp8_casts
 from mlacast.kernels.common.launch import Launches
-from mlacast.kernels.common.packed_bf16 import widened
+from mlacast.kernels.common.packed_bf16 import widen
 from mlacast.kernels.common.store import NVFP4, Padding, Target, store_rows
 from mlacast.kernels.common.targets import StoreTarget, store_target
 from mlacast.kernels.config.merge_attention_states import merge_config
@@ -126,13 +126,13 @@ def _load_out(part, places, lse, BY_16: tl.constexpr, WIDTH: tl.constexpr, NATIV
     else:
         loaded = tl.load(ptr + offsets, mask=live, other=0.0)
     if NATIVE and loaded.dtype == tl.bfloat16:
-        return widened(loaded.to(tl.int16, bitcast=True), NATIVE)
+        return widen(loaded.to(tl.int16, bitcast=True), NATIVE)
     else:
         return loaded.to(tl.float32)
 
 
 @triton.jit
-def _factor(weight, lse, inverse, is_empty):
+def _share_weight(weight, lse, inverse, is_empty):
     """Weight of a part among all. That of an empty one is -0.0, so that it adds -0.0: nothing.
 
     A lone live part so keeps the sign of its zeros. Rows of empty parts only are 0.0.
@@ -176,10 +176,10 @@ def _merge_parts(
     # A lone live part has the weight 1 and comes back as it is.
     inverse = tl.math.div_rn(1.0, tl.where(is_empty, 1.0, total))
     x = _load_out(parts[0], places, lses[0], BY_16, WIDTH, NATIVE)
-    out = x * _factor(weights[0], lses[0], inverse, is_empty)
+    out = x * _share_weight(weights[0], lses[0], inverse, is_empty)
     for number in tl.static_range(1, PARTS):
         x = _load_out(parts[number], places, lses[number], BY_16, WIDTH, NATIVE)
-        factor = _factor(weights[number], lses[number], inverse, is_empty)
+        factor = _share_weight(weights[number], lses[number], inverse, is_empty)
         out = tl.fma(x, tl.broadcast_to(factor, x.shape), out)
     return out
 
@@ -244,7 +244,7 @@ def _merge_attention_states_kernel(
     FEATURES: tl.constexpr = MERGE.features
     ROWS: tl.constexpr = BLOCK_T * BLOCK_B
     BY_16: tl.constexpr = D % WIDTH == 0 and OUTPUT.kind == NVFP4
-    after_previous_kernel(PDL)
+    wait_for_previous_kernel(PDL)
     columns = tl.cdiv(num_blocks, BLOCK_B)
     first_token = (tl.program_id(0) // columns) * BLOCK_T
     lane = tl.arange(0, ROWS)[:, None]

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
-from mlacast.kernels.common.dependents import after_previous_kernel, overlaps_launches
+from mlacast.kernels.common.dependents import overlaps_launches, wait_for_previous_kernel
 from mlacast.kernels.common.fp8_casts import has_fp8_casts
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.store import Padding, Target, packs_products, store_rows
@@ -59,7 +59,7 @@ def _v_up_project_kernel(
     """
     BLOCK_M: tl.constexpr = TILES.block_m
     BLOCK_K: tl.constexpr = TILES.block_k
-    after_previous_kernel(PDL)
+    wait_for_previous_kernel(PDL)
     blocks = tl.cdiv(num_tokens, BLOCK_M)
     head = tl.program_id(0) // blocks
     first = (tl.program_id(0) % blocks) * BLOCK_M

@@ -18,8 +18,8 @@ from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.targets import store_target
 from mlacast.kernels.config.sparse_attention import num_multiprocessors
-from mlacast.kernels.gluon.sm90.dense_mla_prefill_attend import attend_role
-from mlacast.kernels.gluon.sm90.dense_mla_prefill_load import load_role
+from mlacast.kernels.gluon.sm90.dense_mla_prefill_attend import run_attend_role
+from mlacast.kernels.gluon.sm90.dense_mla_prefill_load import run_load_role
 from mlacast.kernels.gluon.sm90.dense_mla_prefill_sections import (
     choose_sections,
     count_programs,
@@ -175,9 +175,9 @@ def dense_mla_prefill_kernel(
     load = (buffers, barriers, sources, order, counter_ptr)
     gl.warp_specialize(
         [
-            (attend_role, (rows, 0, OUTPUT)),
-            (attend_role, (rows, 1, OUTPUT)),
-            (load_role, (load, SEQUENCES, CAUSAL)),
+            (run_attend_role, (rows, 0, OUTPUT)),
+            (run_attend_role, (rows, 1, OUTPUT)),
+            (run_load_role, (load, SEQUENCES, CAUSAL)),
         ],
         [4, 1],
         [240, 24],
