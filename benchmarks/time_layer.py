@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import mlacast  # noqa: E402
 from mlacast.bench.protocols import burst, graph  # noqa: E402
 from mlacast.kernels.config.dense_prefill import PrefillConfig  # noqa: E402
+from mlacast.kernels.config.v_up_project import v_up_config  # noqa: E402
 from mlacast.kernels.triton import dense_mla_prefill, v_up_project  # noqa: E402
 
 Call = Callable[[], object]
@@ -161,9 +162,7 @@ def time_prefills() -> Iterator[tuple[str, list[Call], Callable[[float], str]]]:
 
 def _v_up_in_small_tiles(x: torch.Tensor, w: torch.Tensor, out: mlacast.QuantizedTensor) -> None:
     """Launch the kernel with the tile it takes for few tokens."""
-    few, v_up_project._FEW_TOKENS = v_up_project._FEW_TOKENS, x.shape[0]
-    v_up_project.launch_v_up_project(x, w, out=out)
-    v_up_project._FEW_TOKENS = few
+    v_up_project.launch_v_up_project(x, w, out=out, config=v_up_config(1))
 
 
 def _prefill(

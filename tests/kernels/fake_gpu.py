@@ -83,7 +83,8 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from mlacast.kernels.config import sparse_attention
+    from mlacast.kernels.config.sparse_attention import PortableDecodePlan, portable_decode_plan
+    from mlacast.kernels.triton import sparse_mla_decode
 
     gpu = FakeGpu()
 
@@ -106,7 +107,18 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     for op in _OPERATIONS:
         module = importlib.import_module(f"mlacast.ops.{op}")
         monkeypatch.setattr(module, "arch_of", lambda device: ARCH)
-    monkeypatch.setattr(sparse_attention, "plan_portable_decode", lambda *arguments: 3)
+
+    def plan_three_splits(
+        s_q: int,
+        h_q: int,
+        width: int,
+        device: torch.device,
+        num_splits: int | None,
+        batch_invariant: bool,
+    ) -> PortableDecodePlan:
+        return portable_decode_plan(s_q, h_q, width, device, num_splits or 3, batch_invariant)
+
+    monkeypatch.setattr(sparse_mla_decode, "portable_decode_plan", plan_three_splits)
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     _forget()

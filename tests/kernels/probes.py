@@ -17,9 +17,9 @@ from mlacast.kernels.common.numbers import (
     encode_e2m1,
     encode_e4m3,
     encode_ue8m0,
-    negative_zero,
+    make_negative_zero,
 )
-from mlacast.kernels.common.record_places import page_division, record_places
+from mlacast.kernels.common.record_places import find_record_places, page_division
 from mlacast.kernels.common.store import Target, store_output
 from mlacast.kernels.common.targets import store_target
 from mlacast.kernels.config.caches import RecordConfig
@@ -57,7 +57,7 @@ def apply_helper(helper: str, x: Tensor) -> Tensor:
 @triton.jit
 def _zero_kernel(out_ptr):
     """Store a negative zero. One program."""
-    tl.store(out_ptr, negative_zero())
+    tl.store(out_ptr, make_negative_zero())
 
 
 def stored_negative_zero() -> Tensor:
@@ -81,7 +81,7 @@ def _places_kernel(
     """Places of N slots, the data's and the scales', as int64 [2, N]. One program."""
     at = tl.arange(0, N)
     slot = tl.load(slots_ptr + at)
-    data, scale = record_places(
+    data, scale = find_record_places(
         slot, slot >= 0, page_size, page_inverse, page_shift, stride_page, RECORD
     )
     tl.store(out_ptr + at, data)

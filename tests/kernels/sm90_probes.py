@@ -11,13 +11,13 @@ from triton.experimental.gluon import language as gl
 
 import mlacast
 from mlacast.kernels.common.sm90_division import (
-    normal_reciprocal,
-    over_6,
-    over_448,
-    quotient,
-    reciprocal,
+    divide_by_6,
+    divide_by_448,
+    divide_numbers,
+    invert,
+    invert_normal,
 )
-from mlacast.kernels.common.sm90_rotation import halves
+from mlacast.kernels.common.sm90_rotation import split_halves
 from mlacast.kernels.common.sm90_scaled_store import store_scaled_block
 from mlacast.kernels.common.targets import store_target
 
@@ -79,7 +79,7 @@ def store_scaled_block_kernel(
             factor_ptr + token * num_heads + head, mask=head < num_heads, other=float("nan")
         )
         alive = gl.where(factor == 0.0, 0, -1)
-        left, right = halves(o, 256)
+        left, right = split_halves(o, 256)
         for part in gl.static_range(2):
             store_scaled_block(
                 left if part == 0 else right,
@@ -127,22 +127,22 @@ def store_scaled(x: Tensor, factor: Tensor, out: mlacast.QuantizedTensor, masked
 def divide_kernel(x_ptr, y_ptr, out_ptr, count, WAY: gl.constexpr):
     """A division of float32 numbers by its name in ``sm90_division``. Grid: (ceil(count / 1024),).
 
-    ``y_ptr`` are the divisors of ``quotient``; the others have none.
+    ``y_ptr`` are the divisors of ``divide_numbers``; the others have none.
     """
     place = gl.program_id(0).to(gl.int64) * 1024
     place += gl.arange(0, 1024, gl.BlockedLayout([4], [32], [4], [0]))
     inside = place < count
     x = gl.load(x_ptr + place, mask=inside, other=1.0)
-    if WAY == "quotient":
-        out = quotient(x, gl.load(y_ptr + place, mask=inside, other=1.0))
-    elif WAY == "reciprocal":
-        out = reciprocal(x)
-    elif WAY == "normal_reciprocal":
-        out = normal_reciprocal(x)
-    elif WAY == "over_448":
-        out = over_448(x)
+    if WAY == "divide_numbers":
+        out = divide_numbers(x, gl.load(y_ptr + place, mask=inside, other=1.0))
+    elif WAY == "invert":
+        out = invert(x)
+    elif WAY == "invert_normal":
+        out = invert_normal(x)
+    elif WAY == "divide_by_448":
+        out = divide_by_448(x)
     else:
-        out = over_6(x)
+        out = divide_by_6(x)
     gl.store(out_ptr + place, out, mask=inside)
 
 

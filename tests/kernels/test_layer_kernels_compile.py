@@ -15,7 +15,9 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from mlacast.kernels.config.dense_prefill import PrefillConfig, prefill_config  # noqa: E402
+from mlacast.kernels.config.merge_attention_states import merge_config  # noqa: E402
 from mlacast.kernels.config.output import OutputConfig  # noqa: E402
+from mlacast.kernels.config.v_up_project import v_up_config  # noqa: E402
 from mlacast.kernels.triton import (  # noqa: E402
     dense_mla_prefill,
     merge_attention_states,
@@ -88,30 +90,21 @@ def _prefill(
 
 
 def _merge(id: str, kind: str, parts: int, width: int, capability: int = 90) -> Configuration:
-    constants = {
-        "PARTS": parts,
-        "D": width,
-        "FEATURES": 0,
-        "BLOCK_T": merge_attention_states._BLOCK_T,
-        "BLOCK_B": merge_attention_states._BLOCK_B,
-        "WIDTH": merge_attention_states._WIDTH,
-    }
-    warps = merge_attention_states._NUM_WARPS
-    return Configuration(id, MERGE, kind, constants, warps, capability=capability)
+    config = merge_config(parts, 128, width)
+    return Configuration(
+        id, MERGE, kind, {"MERGE": config}, config.num_warps, capability=capability
+    )
 
 
 def _v_up(
-    id: str, kind: str, block_m: int, unit: str = "value", capability: int = 90
+    id: str, kind: str, num_tokens: int, unit: str = "value", capability: int = 90
 ) -> Configuration:
     """``unit`` is the dimension along which the weights are contiguous."""
-    constants = {
-        "BLOCK_M": block_m,
-        "BLOCK_K": v_up_project._BLOCK_K,
-        f"stride_weight_{unit}": 1,
-    }
+    config = v_up_config(num_tokens)
+    constants = {"TILES": config, f"stride_weight_{unit}": 1}
     product = "HGMMA" if capability == 90 else "HMMA"
-    stages = v_up_project._NUM_STAGES
-    return Configuration(id, V_UP, kind, constants, block_m // 16, stages, capability, product)
+    stages = config.num_stages
+    return Configuration(id, V_UP, kind, constants, config.num_warps, stages, capability, product)
 
 
 LARGE = 227 << 10

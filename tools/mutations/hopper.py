@@ -110,8 +110,8 @@ HOPPER = (
         "sparse_mla_decode",
         "a float32 scale is cut to its first eight bits",
         _SM90 + "sparse_mla_decode_records.py",
-        "_e4m3_times_number(words, parts[:, None])",
-        "_e4m3_times_number(words, parts[:, None] & 0xFFFF)",
+        "_multiply_e4m3_by_number(words, parts[:, None])",
+        "_multiply_e4m3_by_number(words, parts[:, None] & 0xFFFF)",
         (_CACHES + "[V32]",),
     ),
     Fault(
@@ -146,8 +146,8 @@ HOPPER = (
         "sparse_mla_decode",
         "beside e4m3 queries the values of a unit are those of the next",
         _SM90 + "sparse_mla_decode_fp8_dequant.py",
-        "_e4m3_as_float16(codes[unit].index(stage).load(_WORDS))",
-        "_e4m3_as_float16(codes[(unit + 1) % 4].index(stage).load(_WORDS))",
+        "_cast_e4m3_to_float16(codes[unit].index(stage).load(_WORDS))",
+        "_cast_e4m3_to_float16(codes[(unit + 1) % 4].index(stage).load(_WORDS))",
         (_CODES,),
     ),
     Fault(
@@ -224,7 +224,7 @@ HOPPER = (
         "        q_rope = gl.convert_layout(rotate(q_rope, cos, sin, QUERY.half_pairing), Q)\n",
         "        q_rope = gl.convert_layout(rotate(q_rope, cos, sin, QUERY.half_pairing), Q)\n"
         "        if QUERY.has_norm:\n"
-        "            squares = sum_of_squares(q_rope, ROW)\n",
+        "            squares = sum_squares(q_rope, ROW)\n",
         (_PREFILL + "[mx-head]",),
     ),
     Fault(
@@ -277,8 +277,8 @@ HOPPER = (
         "dense_mla_prefill",
         "a token sees the one after it",
         _SM90 + "dense_mla_prefill_attend.py",
-        "gl.minimum(opaque_rows(ROW) + diagonal, num_keys - 1)",
-        "gl.minimum(opaque_rows(ROW) + diagonal + 1, num_keys - 1)",
+        "gl.minimum(hide_rows(ROW) + diagonal, num_keys - 1)",
+        "gl.minimum(hide_rows(ROW) + diagonal + 1, num_keys - 1)",
         (_DENSE + "test_causal_bf16",),
     ),
     Fault(

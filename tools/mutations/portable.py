@@ -171,8 +171,8 @@ PORTABLE = (
         "sparse_mla_decode",
         "the second list takes the length of the first",
         "mlacast/kernels/triton/sparse_mla_decode.py",
-        "row_length(extra_entries, token, EXTRA.has_length)",
-        "row_length(entries, token, POOL.has_length)",
+        "load_row_length(extra_entries, token, EXTRA.has_length)",
+        "load_row_length(entries, token, POOL.has_length)",
         _DECODE,
     ),
     Fault(
@@ -243,8 +243,8 @@ PORTABLE = (
         "quantize_output",
         "swizzled scales are counted from the start of the range",
         _SAVE,
-        "_swizzled_offset(target.row_start + row, index, OUTPUT.sf_column_tiles)",
-        "_swizzled_offset(row, index, OUTPUT.sf_column_tiles)",
+        "_find_swizzled_offset(target.row_start + row, index, OUTPUT.sf_column_tiles)",
+        "_find_swizzled_offset(row, index, OUTPUT.sf_column_tiles)",
         _STORE,
     ),
     Fault(
@@ -576,8 +576,8 @@ PORTABLE = (
         "rope_quantize_fp8",
         "the second of a pair is rotated the other way",
         "mlacast/kernels/triton/rope_quantize_fp8_rows.py",
-        "to_fp8((second * cos + first * sin) * scale, CODES.is_e5m2, CODES.native)",
-        "to_fp8((second * cos - first * sin) * scale, CODES.is_e5m2, CODES.native)",
+        "cast_to_fp8((second * cos + first * sin) * scale, CODES.is_e5m2, CODES.native)",
+        "cast_to_fp8((second * cos - first * sin) * scale, CODES.is_e5m2, CODES.native)",
         _ROPE,
     ),
     Fault(

@@ -2,7 +2,7 @@
 
 A launch with ``launch_pdl=True`` puts programs on multiprocessors as soon as every program of the
 kernel before has said that dependents may start, or has ended. Nothing may be read or written
-before `after_previous_kernel`, which waits for the end of that kernel. It lets the next kernel
+before `wait_for_previous_kernel`, which waits for the end of that kernel. It lets the next kernel
 start only behind this wait: so whatever a kernel sees before its own wait was complete when the
 kernel before it started. Devices before sm_90, and those of other makers, start kernels in turn.
 """
@@ -25,7 +25,7 @@ def overlaps_launches(device: torch.device) -> bool:
 
 
 @triton.jit
-def after_previous_kernel(PDL: tl.constexpr):
+def wait_for_previous_kernel(PDL: tl.constexpr):
     """Wait for the end of the kernel before this one, then let the next one start."""
     if PDL:
         gdc_wait()

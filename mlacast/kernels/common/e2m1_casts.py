@@ -59,7 +59,7 @@ _TO_E2M1 = tl.constexpr(
 
 
 @triton.jit
-def to_e2m1_pairs(low, high, factor, kept):
+def cast_to_e2m1_pairs(low, high, factor, kept):
     """Bytes of two E2M1 codes each: of ``low`` and ``high`` times ``factor``.
 
     Args:

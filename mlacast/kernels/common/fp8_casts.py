@@ -45,7 +45,7 @@ def encode_e5m2(x):
 
 
 @triton.jit
-def to_fp8(x, IS_E5M2: tl.constexpr, NATIVE: tl.constexpr):
+def cast_to_fp8(x, IS_E5M2: tl.constexpr, NATIVE: tl.constexpr):
     """float32 -> FP8 codes (uint8): nearest even, saturating, NaN -> 0x7F."""
     if NATIVE:
         if IS_E5M2:
@@ -60,7 +60,7 @@ def to_fp8(x, IS_E5M2: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def from_e4m3(codes, NATIVE: tl.constexpr):
+def cast_from_e4m3(codes, NATIVE: tl.constexpr):
     """E4M3 codes (uint8) -> float32."""
     if NATIVE:
         return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
@@ -69,7 +69,7 @@ def from_e4m3(codes, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def to_bf16_bits(x, NATIVE: tl.constexpr):
+def cast_to_bf16_bits(x, NATIVE: tl.constexpr):
     """float32 -> bfloat16 bits (int16): nearest even, every NaN 0x7FC0."""
     if NATIVE:
         rounded = x.to(tl.bfloat16).to(tl.int16, bitcast=True)
@@ -80,15 +80,15 @@ def to_bf16_bits(x, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def from_bf16_bits(bits):
+def cast_from_bf16_bits(bits):
     """bfloat16 bits (int16) -> float32."""
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def as_float32(values):
+def cast_to_float32(values):
     """Loaded values (float16, float32, or int16 bits of bfloat16) -> float32."""
     if values.dtype == tl.int16:
-        return from_bf16_bits(values)
+        return cast_from_bf16_bits(values)
     else:
         return values.to(tl.float32)

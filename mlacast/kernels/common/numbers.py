@@ -8,7 +8,7 @@ import triton.language as tl
 
 
 @triton.jit
-def negative_zero():
+def make_negative_zero():
     """-0.0, which the language takes for 0.0 where it is written as a number."""
     return tl.full((), -0x80000000, tl.int32).to(tl.float32, bitcast=True)
 

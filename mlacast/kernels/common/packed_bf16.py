@@ -8,7 +8,7 @@ neighbours.
 import triton
 import triton.language as tl
 
-from mlacast.kernels.common.fp8_casts import as_float32
+from mlacast.kernels.common.fp8_casts import cast_to_float32
 
 _LARGER = tl.constexpr("max.NaN.xorsign.abs.bf16x2 $0, $1, $2;")
 
@@ -107,13 +107,13 @@ _PAIRED = tl.constexpr("mad.lo.u32 $0, $2, 16, $1;")
 
 
 @triton.jit
-def larger_bf16(x, y):
+def choose_larger_bf16(x, y):
     """The larger magnitude of each two, with any sign; NaN is the largest."""
     return tl.inline_asm_elementwise(_LARGER, "=r,r,r", [x, y], tl.int16, is_pure=True, pack=2)
 
 
 @triton.jit
-def widened(x, NATIVE: tl.constexpr):
+def widen(x, NATIVE: tl.constexpr):
     """Loaded values (float16, float32, or int16 bits of bfloat16) -> float32.
 
     NATIVE: two of a pair in two instructions, where the compiler takes four.
@@ -121,11 +121,11 @@ def widened(x, NATIVE: tl.constexpr):
     if NATIVE and x.dtype == tl.int16:
         return tl.inline_asm_elementwise(_WIDENED, "=f,=f,r", [x], tl.float32, is_pure=True, pack=2)
     else:
-        return as_float32(x)
+        return cast_to_float32(x)
 
 
 @triton.jit
-def chosen(mask, x, y):
+def choose_bits(mask, x, y):
     """Bits of ``x`` where ``mask`` has ones, else of ``y``; all of them int16."""
     return tl.inline_asm_elementwise(
         _CHOSEN, "=r,r,r,r", [mask, x, y], tl.int16, is_pure=True, pack=2
@@ -133,19 +133,19 @@ def chosen(mask, x, y):
 
 
 @triton.jit
-def with_one_nan(x):
+def replace_nans(x):
     """What a conversion to bfloat16 gives (int16), but 0x7FC0 for every NaN."""
     return tl.inline_asm_elementwise(_WITH_ONE_NAN, "=r,r", [x], tl.int16, is_pure=True, pack=2)
 
 
 @triton.jit
-def reciprocal(x):
+def estimate_reciprocal(x):
     """1 / x of float32 within two units of the last place."""
     return tl.inline_asm_elementwise(_RECIPROCAL, "=f,f", [x], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
-def bf16_to_e4m3(x, factor):
+def cast_bf16_to_e4m3(x, factor):
     """E4M3 codes (uint8) of ``x`` times ``factor``, bits of a power of two, 0 or NaN."""
     return tl.inline_asm_elementwise(
         _TO_E4M3, "=r,=r,r,r,r,r,r,r,r,r", [x, factor], tl.uint8, is_pure=True, pack=8
@@ -153,7 +153,7 @@ def bf16_to_e4m3(x, factor):
 
 
 @triton.jit
-def bf16_to_e2m1(x, power, added, inverse, nudge, signs):
+def cast_bf16_to_e2m1(x, power, added, inverse, nudge, signs):
     """E2M1 codes (uint8, one each) of bfloat16 bits ``x``, by what its scale is made of.
 
     ``power``, bits of bfloat16, is 2**-112 over the power of two in the scale, and ``inverse``,
@@ -172,6 +172,6 @@ def bf16_to_e2m1(x, power, added, inverse, nudge, signs):
 
 
 @triton.jit
-def paired_codes(low, high):
+def pair_codes(low, high):
     """Bytes of two codes of four bits each (uint8)."""
     return tl.inline_asm_elementwise(_PAIRED, "=r,r,r", [low, high], tl.uint8, is_pure=True, pack=4)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from mlacast.kernels.common.fp8_casts import from_e4m3
+from mlacast.kernels.common.fp8_casts import cast_from_e4m3
 from mlacast.kernels.common.numbers import decode_e2m1, decode_e4m3, decode_ue8m0
 from mlacast.kernels.common.store import (
     BF16,
@@ -67,7 +67,7 @@ class Weights(NamedTuple):
 
 
 @triton.jit
-def _block_of(start, F: tl.constexpr, CHUNK32: tl.constexpr):
+def _find_block(start, F: tl.constexpr, CHUNK32: tl.constexpr):
     """Which 32 features of the buffer are the natural ones from ``start``, a multiple of 32."""
     if CHUNK32:
         return (start % 512) // 32 * (F // 512) + start // 512
@@ -76,7 +76,7 @@ def _block_of(start, F: tl.constexpr, CHUNK32: tl.constexpr):
 
 
 @triton.jit
-def _bytes_of_word(word, start, COLUMNS: tl.constexpr, PER_BYTE: tl.constexpr):
+def _spread_bytes(word, start, COLUMNS: tl.constexpr, PER_BYTE: tl.constexpr):
     """Byte of each of COLUMNS features from ``start``: int32 [ROWS, COLUMNS] from words [ROWS]."""
     column = start + tl.arange(0, COLUMNS)
     shift = column // PER_BYTE % 4 * 8
@@ -103,7 +103,7 @@ def load_codes(
     place = k
     if SOURCE.chunk32:
         inside = tl.arange(0, BLOCK_K)
-        first = _block_of(start, SOURCE.features, True) * 32
+        first = _find_block(start, SOURCE.features, True) * 32
         place = first + inside // 32 * (SOURCE.features // 512 * 32) + inside % 32
     if SOURCE.features % BLOCK_K == 0:
         return tl.load(rows + place[None, :])
@@ -122,7 +122,7 @@ def _load_packed_bytes(
     if CHUNK32:
         packed = tl.zeros(sf.shape, tl.int32)
         for part in tl.static_range(BLOCK_K // 32):
-            block = _block_of(start + part * 32, F, True)
+            block = _find_block(start + part * 32, F, True)
             word = tl.load(sf + tl.cast(block // 4, tl.int64) * stride_word)
             byte = (word >> (block % 4 * 8)) & 0xFF
             packed |= byte << ((start // 32 + part) % 4 * 8)
@@ -151,7 +151,7 @@ def _load_swizzled_word(
 
 
 @triton.jit
-def _scaled_operand(
+def _make_activation_operand(
     codes,
     sf,
     stride_word,
@@ -180,20 +180,20 @@ def _scaled_operand(
             sf, row, first, (group + 1) * blocks, SOURCE.sf_column_tiles, SOURCE.features
         )
         # A word starts with the scale of ``start``.
-        scale = _bytes_of_word(word, 0, BLOCK_K, 16)  # [ROWS, BLOCK_K]
+        scale = _spread_bytes(word, 0, BLOCK_K, 16)  # [ROWS, BLOCK_K]
         return values * decode_e4m3(scale.to(tl.uint8))
     else:
-        values = from_e4m3(codes, NATIVE)
+        values = cast_from_e4m3(codes, NATIVE)
         if AS_OPERAND:
             word = _load_packed_bytes(
                 sf, stride_word, start, SOURCE.features, SOURCE.chunk32, BLOCK_K
             )
-            values *= decode_ue8m0(_bytes_of_word(word, start, BLOCK_K, 32))
+            values *= decode_ue8m0(_spread_bytes(word, start, BLOCK_K, 32))
         return values
 
 
 @triton.jit
-def _activation_factor(
+def _load_activation_factor(
     sf,
     stride_word,
     start,
@@ -203,7 +203,9 @@ def _activation_factor(
     if SOURCE.kind != FP8_UE8M0:
         return tl.load(sf + tl.cast(start // SOURCE.group, tl.int64) * stride_word)
     else:
-        block = _block_of(start, SOURCE.features, True) if SOURCE.chunk32 else start // SOURCE.group
+        block = (
+            _find_block(start, SOURCE.features, True) if SOURCE.chunk32 else start // SOURCE.group
+        )
         word = tl.load(sf + tl.cast(block // 4, tl.int64) * stride_word)
         return decode_ue8m0((word >> (block % 4 * 8)) & 0xFF)
 
@@ -219,7 +221,7 @@ def load_weights(rows, start, F: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _weight_operand(
+def _make_weight_operand(
     codes,
     sf,
     stride_word,
@@ -233,15 +235,15 @@ def _weight_operand(
     if W_KIND == PLAIN:
         return codes
     else:
-        values = from_e4m3(codes, NATIVE)
+        values = cast_from_e4m3(codes, NATIVE)
         if AS_OPERAND:
             word = tl.load(sf + tl.cast(start // 128, tl.int64) * stride_word)
-            values *= decode_ue8m0(_bytes_of_word(word, start, BLOCK_K, 32))
+            values *= decode_ue8m0(_spread_bytes(word, start, BLOCK_K, 32))
         return values
 
 
 @triton.jit
-def _weight_factor(sf, stride_word, start):
+def _load_weight_factor(sf, stride_word, start):
     """Float32 scale of the 128 features around ``start``; ``sf`` points at the columns' first."""
     return tl.load(sf + tl.cast(start // 128, tl.int64) * stride_word)
 
@@ -265,10 +267,10 @@ def load_factors(
     w_factor = weights.sf
     if PRODUCT.x_factor:
         sf = _find_scales(activations, wide_group)
-        x_factor = _activation_factor(sf, activations.stride_sf_word, start, SOURCE)
+        x_factor = _load_activation_factor(sf, activations.stride_sf_word, start, SOURCE)
     if PRODUCT.w_factor:
         group_sf = weights.sf + wide_group * weights.stride_sf_group
-        w_factor = _weight_factor(group_sf, weights.stride_sf_word, start)
+        w_factor = _load_weight_factor(group_sf, weights.stride_sf_word, start)
     return x_factor, w_factor
 
 
@@ -295,7 +297,7 @@ def make_operands(
         sf = activations.sf_ptr
         if SOURCE.kind != NVFP4:
             sf = _find_scales(activations, wide_group)
-        x = _scaled_operand(
+        x = _make_activation_operand(
             x,
             sf,
             activations.stride_sf_word,
@@ -307,7 +309,7 @@ def make_operands(
             PRODUCT.x_operand,
             NATIVE,
         ).to(COMPUTE)
-        w = _weight_operand(
+        w = _make_weight_operand(
             w,
             weights.sf + wide_group * weights.stride_sf_group,
             weights.stride_sf_word,

@@ -32,7 +32,7 @@ def page_division(page_size: int) -> tuple[int, int]:
 
 
 @triton.jit
-def record_places(
+def find_record_places(
     slot,
     valid,
     page_size,

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from mlacast.kernels.common.numbers import negative_zero
+from mlacast.kernels.common.numbers import make_negative_zero
 
 
 @triton.jit
@@ -19,7 +19,7 @@ def load_rotated(
     """Load a tile [BLOCK_H, D] and rotate its last 64 columns; the result has the dtype of memory.
 
     Each rotated element loads its partner as well, which keeps the work elementwise.
-    ``partner_offsets`` addresses the partner of every column (see ``partner_column``), ``angles``
+    ``partner_offsets`` addresses the partner of each column (``find_partner_column``), ``angles``
     is a table with the row of the token.
     """
     d = tl.arange(0, D)
@@ -38,7 +38,7 @@ def load_rotated(
 
 
 @triton.jit
-def partner_column(d, D: tl.constexpr, HALF_PAIRING: tl.constexpr):
+def find_partner_column(d, D: tl.constexpr, HALF_PAIRING: tl.constexpr):
     """Column that ``d`` of the last 64 is rotated with; other columns name themselves."""
     within = d - (D - 64)
     partner = tl.where(within < 32, d + 32, d - 32) if HALF_PAIRING else d ^ 1
@@ -58,7 +58,7 @@ def rotate_back_last_64(x, angles, HALF_PAIRING: tl.constexpr):
     blocks = tl.reshape(x, (BLOCK_H, LAST + 1, 64))
     is_rope = (tl.arange(0, LAST + 1) == LAST)[None, :, None]
     # -0.0 is the identity of addition: the sum over blocks returns the last one bit for bit.
-    rope = tl.sum(tl.where(is_rope, blocks, negative_zero()), 1)
+    rope = tl.sum(tl.where(is_rope, blocks, make_negative_zero()), 1)
     pair = tl.arange(0, 32)
     row_ptr = angles.table_ptr + angles.row * angles.stride_table
     cos = tl.load(row_ptr + pair)[None, :]

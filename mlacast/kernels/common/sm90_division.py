@@ -86,7 +86,7 @@ cvt.rn.f32.f64 $0, near;
 
 
 @gluon.jit
-def over_448(x):
+def divide_by_448(x):
     """``x / 448`` of float32 numbers from 1e-10 on."""
     return gl.inline_asm_elementwise(
         _OVER_448, "=&f,f", [x], dtype=gl.float32, is_pure=True, pack=1
@@ -94,13 +94,13 @@ def over_448(x):
 
 
 @gluon.jit
-def over_6(x):
+def divide_by_6(x):
     """``x / 6`` of any float32 numbers."""
     return gl.inline_asm_elementwise(_OVER_6, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def quotient(x, y):
+def divide_numbers(x, y):
     """``x / y`` of any float32 numbers over such as have a reciprocal that is a normal number."""
     return gl.inline_asm_elementwise(
         _QUOTIENT, "=f,f,f", [x, y], dtype=gl.float32, is_pure=True, pack=1
@@ -108,7 +108,7 @@ def quotient(x, y):
 
 
 @gluon.jit
-def normal_reciprocal(x):
+def invert_normal(x):
     """``1 / x`` of float32 numbers where neither is subnormal or infinite; NaN stays NaN."""
     return gl.inline_asm_elementwise(
         _NORMAL_RECIPROCAL, "=&f,f", [x], dtype=gl.float32, is_pure=True, pack=1
@@ -116,7 +116,7 @@ def normal_reciprocal(x):
 
 
 @gluon.jit
-def reciprocal(x):
+def invert(x):
     """``1 / x`` of any float32 numbers."""
     return gl.inline_asm_elementwise(
         _RECIPROCAL, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1

@@ -9,11 +9,16 @@ from triton.experimental.gluon import language as gl
 
 from mlacast.kernels.common.sm90_division import (
     DIVISION_OPERANDS,
+    divide_by_448,
     division_program,
-    normal_reciprocal,
-    over_448,
+    invert_normal,
 )
-from mlacast.kernels.common.sm90_quads import deal_max, max_of_neighbours, max_or_nan, undeal
+from mlacast.kernels.common.sm90_quads import (
+    choose_larger_or_nan,
+    deal_max,
+    join_max_of_neighbours,
+    undeal,
+)
 from mlacast.kernels.common.sm90_store import (
     FLOAT32_MAX,
     FP8_FLOAT32,
@@ -24,30 +29,30 @@ BLOCK_H = gl.constexpr(64)
 
 
 @gluon.jit
-def _paired(x, GROUP: gl.constexpr):
+def _view_pairs(x, GROUP: gl.constexpr):
     """View [64, 128] as [64, groups, steps of 8, lane, 2]; groups of 64 as two of 32 each."""
     WIDTH: gl.constexpr = 32 if GROUP == 64 else GROUP
     return gl.reshape(x, (BLOCK_H, 128 // WIDTH, WIDTH // 8, 4, 2))
 
 
 @gluon.jit
-def _group_max(pairs, GROUP: gl.constexpr):
+def _find_group_max(pairs, GROUP: gl.constexpr):
     """Largest magnitudes: [64, 1] of groups of 128, in all lanes of a quad.
 
     Of smaller groups [64, 4], dealt to the lanes: the n-th of 32 is in lane n, the n-th of 64 in
     lanes 2n and 2n + 1.
     """
-    by_lane = gl.reduce(gl.reduce(gl.abs(pairs), 4, max_or_nan), 2, max_or_nan)
+    by_lane = gl.reduce(gl.reduce(gl.abs(pairs), 4, choose_larger_or_nan), 2, choose_larger_or_nan)
     if GROUP == 128:
-        return gl.reduce(by_lane, 2, max_or_nan)
+        return gl.reduce(by_lane, 2, choose_larger_or_nan)
     else:
         dealt = deal_max(by_lane)
-        return max_of_neighbours(dealt) if GROUP == 64 else dealt
+        return join_max_of_neighbours(dealt) if GROUP == 64 else dealt
 
 
 @gluon.jit
 def _spread(value, pairs, GROUP: gl.constexpr):
-    """Repeat a number per head and group, placed as by ``_group_max``, over ``_paired`` columns."""
+    """Repeat a number per head and group, as ``_find_group_max`` has them, over ``_view_pairs``."""
     BY_LANE: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, pairs.type.layout))
     if GROUP == 128:
         of_groups = gl.convert_layout(value, gl.SliceLayout(2, BY_LANE), assert_trivial=True)
@@ -59,8 +64,8 @@ def _spread(value, pairs, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _in_place(value, pairs):
-    """Dealt numbers [64, 4] beside all ``_paired`` columns of the lane that has them."""
+def _put_beside(value, pairs):
+    """Dealt numbers [64, 4] beside all ``_view_pairs`` columns of the lane that has them."""
     LANES: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, pairs.type.layout))
     lanes = gl.convert_layout(value, gl.SliceLayout(1, LANES), assert_trivial=True)
     wide = gl.expand_dims(gl.expand_dims(gl.expand_dims(lanes, 1), 2), 4)
@@ -73,13 +78,13 @@ def _divide(pairs, divisor, GROUP: gl.constexpr):
 
     One element after the other, so that intermediate results do not fill the registers.
     """
-    reciprocal = normal_reciprocal(divisor)
+    reciprocal = invert_normal(divisor)
     if GROUP == 128:
         divisors = _spread(divisor, pairs, GROUP)
         reciprocals = _spread(reciprocal, pairs, GROUP)
     else:
-        divisors = _in_place(divisor, pairs)
-        reciprocals = _in_place(reciprocal, pairs)
+        divisors = _put_beside(divisor, pairs)
+        reciprocals = _put_beside(reciprocal, pairs)
     return gl.inline_asm_elementwise(
         division_program(GROUP),
         DIVISION_OPERANDS,
@@ -91,7 +96,7 @@ def _divide(pairs, divisor, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def group_scales(
+def find_group_scales(
     x,
     factor,
     alive,
@@ -103,8 +108,8 @@ def group_scales(
     A group with a NaN has only NaN codes; an infinity takes the largest scale.
 
     Returns:
-        what ``over_scales`` makes ``x * factor`` over scales from, columns and numbers of groups;
-        and the scales as they are stored, placed as by ``_group_max``.
+        what ``divide_by_scales`` makes ``x * factor`` over scales from, columns and numbers of
+        groups; and the scales as they are stored, placed as by ``_find_group_max``.
     """
     if OUTPUT.kind == FP8_FLOAT32:
         x = (
@@ -113,8 +118,8 @@ def group_scales(
                 :, None
             ]
         )
-    pairs = _paired(x, OUTPUT.group)  # [64, groups, steps, 4, 2]
-    amax = _group_max(pairs, OUTPUT.group)  # [64, 1] or [64, 4]
+    pairs = _view_pairs(x, OUTPUT.group)  # [64, groups, steps, 4, 2]
+    amax = _find_group_max(pairs, OUTPUT.group)  # [64, 1] or [64, 4]
     ROW: gl.constexpr = gl.SliceLayout(1, amax.type.layout)
     per_head = gl.convert_layout(factor, ROW, assert_trivial=True)[:, None]
     if OUTPUT.kind != FP8_FLOAT32:
@@ -126,7 +131,7 @@ def group_scales(
     has_nan = amax != amax
     floored = gl.maximum(amax, OUTPUT.amax_floor)
     if OUTPUT.kind == FP8_FLOAT32:
-        scale = over_448(gl.minimum(floored, FLOAT32_MAX))
+        scale = divide_by_448(gl.minimum(floored, FLOAT32_MAX))
         scale = gl.where(has_nan, float("nan"), scale)
         stored = scale
     else:
@@ -146,8 +151,8 @@ def group_scales(
 
 
 @gluon.jit
-def over_scales(pairs, scale, OUTPUT: gl.constexpr):
-    """Numbers [64, 128] to be rounded to codes, from what ``group_scales`` returns."""
+def divide_by_scales(pairs, scale, OUTPUT: gl.constexpr):
+    """Numbers [64, 128] to be rounded to codes, from what ``find_group_scales`` returns."""
     if OUTPUT.kind == FP8_FLOAT32:
         ratio = _divide(pairs, scale, OUTPUT.group)
     else:

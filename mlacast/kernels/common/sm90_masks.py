@@ -3,18 +3,18 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mlacast.kernels.common.sm90_rotation import opaque
+from mlacast.kernels.common.sm90_rotation import hide_value
 
 
 @gluon.jit
-def any_marked(marks):
+def has_marked(marks):
     """Whether any of 64 bytes is not zero; as one number, for a branch."""
     # Every warp reads all 64 entries: no exchange between warps.
     WARP: gl.constexpr = gl.DistributedLinearLayout(
         [[1]], [[2], [4], [8], [16], [32]], [[0], [0]], [], [64]
     )
     # Opaque, so that the exchange happens here, while the scores are computed.
-    return opaque(gl.max(marks.load(WARP).to(gl.int32), 0))
+    return hide_value(gl.max(marks.load(WARP).to(gl.int32), 0))
 
 
 @gluon.jit

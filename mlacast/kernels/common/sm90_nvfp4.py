@@ -7,9 +7,9 @@ conversion to e2m1, so codes are made by float32 additions, whose rounding is th
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mlacast.kernels.common.sm90_division import over_6, quotient
-from mlacast.kernels.common.sm90_quads import deal_max, max_or_nan, undeal
-from mlacast.kernels.common.sm90_rotation import opaque
+from mlacast.kernels.common.sm90_division import divide_by_6, divide_numbers
+from mlacast.kernels.common.sm90_quads import choose_larger_or_nan, deal_max, undeal
+from mlacast.kernels.common.sm90_rotation import hide_value
 
 # Word of the codes of the 8 elements $1..$8. $9 and $10 are minus the factors of the first and the
 # last four; -0.0 is added unless that is zero, so that a scale of zero takes the signs.
@@ -55,7 +55,7 @@ prmt.b32 $3, left, right, 0x7632;
 
 
 @gluon.jit
-def _lanes_to_registers(words):
+def _exchange_lanes(words):
     """Exchange the lanes of a quad with the second dimension of [64, 4, lane]."""
     WORDS_IN_REGISTERS: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1, 0], [0, 2, 0], [8, 0, 0]],
@@ -84,7 +84,7 @@ def _lanes_to_registers(words):
 
 
 @gluon.jit
-def _of_lanes(x):
+def _split_lanes(x):
     """Split the last dimension of [64, 4, lane] into its elements [64, 4]."""
     even, odd = gl.split(gl.reshape(x, (64, 4, 2, 2)))
     first, third = gl.split(even)
@@ -93,7 +93,7 @@ def _of_lanes(x):
 
 
 @gluon.jit
-def _halves(x):
+def _split_halves(x):
     """Split the last two dimensions of [64, 4, lane, 2, 2] into elements 00, 01, 10, 11."""
     first, second = gl.split(gl.permute(x, (0, 1, 2, 4, 3)))
     a, b = gl.split(first)
@@ -102,15 +102,15 @@ def _halves(x):
 
 
 @gluon.jit
-def _words_of_codes(groups, negated):
+def _pack_codes(groups, negated):
     """Words of 8 codes [64, 16], four neighbours in a thread, of groups [64, 8, 2, lane, 2].
 
     ``negated`` [64, 8, lane] are minus the factors of the groups, NaN for one with a NaN.
     """
     by_word = gl.permute(gl.reshape(groups, (64, 4, 2, 2, 4, 2)), (0, 1, 4, 3, 5, 2))
     first, last = gl.split(by_word)
-    zero, one, two, three = _halves(first)
-    four, five, six, seven = _halves(last)
+    zero, one, two, three = _split_halves(first)
+    four, five, six, seven = _split_halves(last)
     of_first, of_last = gl.split(gl.permute(gl.reshape(negated, (64, 4, 2, 4)), (0, 1, 3, 2)))
     LAYOUT: gl.constexpr = zero.type.layout
     words = gl.inline_asm_elementwise(
@@ -132,7 +132,7 @@ def _words_of_codes(groups, negated):
         is_pure=True,
         pack=1,
     )
-    zero, one, two, three = _of_lanes(_lanes_to_registers(words))
+    zero, one, two, three = _split_lanes(_exchange_lanes(words))
     a, b, c, d = gl.inline_asm_elementwise(
         _TRANSPOSE_BYTES,
         "=&r,=&r,=&r,=&r,r,r,r,r",
@@ -145,18 +145,18 @@ def _words_of_codes(groups, negated):
 
 
 @gluon.jit
-def _scale_bytes(amax, global_scale, dividend):
+def _encode_scales(amax, global_scale, dividend):
     """Scale bytes (int32) of groups with these largest magnitudes, and ``dividend`` over them.
 
     The quotient is NaN for a group that has a NaN, and zero under the scale zero.
     """
-    wanted = gl.minimum(global_scale * over_6(amax), 448.0)
+    wanted = gl.minimum(global_scale * divide_by_6(amax), 448.0)
     byte = wanted.to(gl.float8e4nv).to(gl.uint8, bitcast=True).to(gl.int32)
     byte = gl.where(amax != amax, 0x7F, byte)
     # The codes match the stored scale. Moved up by seven bits it is the float16 of 2**-8 times its
     # value; the least but zero is 2**-9.
     decoded = (byte << 7).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32) * 256.0
-    multiplier = quotient(dividend, gl.maximum(decoded, 0.001953125))
+    multiplier = divide_numbers(dividend, gl.maximum(decoded, 0.001953125))
     # By the byte, which is stored anyhow: conditions from before the division would be kept, and
     # spill.
     multiplier = gl.where(byte == 0, 0.0, multiplier)
@@ -164,7 +164,7 @@ def _scale_bytes(amax, global_scale, dividend):
 
 
 @gluon.jit
-def to_nvfp4(x, alive, global_scale, MASKED: gl.constexpr):
+def quantise_to_nvfp4(x, alive, global_scale, MASKED: gl.constexpr):
     """Quantise an accumulator [64, 128] in groups of 16.
 
     With ``MASKED``, rows where ``alive`` (int32 [64]) is zero count as zeros whatever they hold.
@@ -174,7 +174,7 @@ def to_nvfp4(x, alive, global_scale, MASKED: gl.constexpr):
         each [64, 4]; int32.
     """
     groups = gl.reshape(x, (64, 8, 2, 4, 2))
-    by_lane = gl.reduce(gl.reduce(gl.abs(groups), 4, max_or_nan), 2, max_or_nan)
+    by_lane = gl.reduce(gl.reduce(gl.abs(groups), 4, choose_larger_or_nan), 2, choose_larger_or_nan)
     left, right = gl.split(gl.permute(gl.reshape(by_lane, (64, 2, 4, 4)), (0, 2, 3, 1)))
     left = deal_max(left)
     right = deal_max(right)
@@ -184,13 +184,13 @@ def to_nvfp4(x, alive, global_scale, MASKED: gl.constexpr):
         is_alive = gl.broadcast(is_alive, left)[0]
         left = gl.where(is_alive, left, 0.0)
         right = gl.where(is_alive, right, 0.0)
-    left_byte, left = _scale_bytes(left, global_scale, -global_scale)
-    right_byte, right = _scale_bytes(right, global_scale, -global_scale)
+    left_byte, left = _encode_scales(left, global_scale, -global_scale)
+    right_byte, right = _encode_scales(right, global_scale, -global_scale)
     negated = gl.permute(gl.join(undeal(left), undeal(right)), (0, 3, 1, 2))
     negated = gl.reshape(negated, (64, 8, 4))
     BY_LANE: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, groups.type.layout))
     negated = gl.convert_layout(negated, BY_LANE, assert_trivial=True)
-    words = _words_of_codes(groups, negated)
+    words = _pack_codes(groups, negated)
     if MASKED:
         # A row that counts as zeros may hold NaN.
         mask = gl.convert_layout(alive, gl.SliceLayout(1, words.type.layout), assert_trivial=True)
@@ -199,7 +199,7 @@ def to_nvfp4(x, alive, global_scale, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def rows_to_nvfp4(x, global_scale):
+def quantise_rows_to_nvfp4(x, global_scale):
     """Quantise float32 rows [heads, n], 8 neighbours a thread, in groups of 16.
 
     Returns:
@@ -207,8 +207,8 @@ def rows_to_nvfp4(x, global_scale):
     """
     HEADS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]
-    amax = gl.reduce(gl.abs(gl.reshape(x, (HEADS, COLUMNS // 16, 16))), 2, max_or_nan)
-    byte, negated = _scale_bytes(amax, global_scale, -global_scale)
+    amax = gl.reduce(gl.abs(gl.reshape(x, (HEADS, COLUMNS // 16, 16))), 2, choose_larger_or_nan)
+    byte, negated = _encode_scales(amax, global_scale, -global_scale)
     even, odd = gl.split(gl.reshape(x, (HEADS, COLUMNS // 16, 2, 2, 2, 2)))
     even_first, even_last = gl.split(even)
     odd_first, odd_last = gl.split(odd)
@@ -231,7 +231,7 @@ def rows_to_nvfp4(x, global_scale):
 
 
 @gluon.jit
-def swizzled_row(row, column_tiles):
+def find_swizzled_row(row, column_tiles):
     """Byte (int64) of a row's first scale in the 128x4 layout."""
     start = (row // 128).to(gl.int64) * (column_tiles * 512)
     return start + row % 32 * 16 + row % 128 // 32 * 4
@@ -254,17 +254,17 @@ def store_scale_bytes(
     buffer; scales of ``padding_rows`` rows after it are zeroed.
     """
     LAYOUT: gl.constexpr = scales.type.layout
-    group = FIRST // 16 + opaque(gl.arange(0, scales.shape[1], gl.SliceLayout(0, LAYOUT)))
+    group = FIRST // 16 + hide_value(gl.arange(0, scales.shape[1], gl.SliceLayout(0, LAYOUT)))
     # The 32 scales of a head are 8 tiles of 512 bytes, the heads of a token follow each other.
     places = (head * 4096)[:, None] + (group // 4 * 512 + group % 4)[None, :]
     mask = gl.broadcast((head < num_heads)[:, None], places)[0]
-    pointers = sf_ptr + swizzled_row(row, num_heads * 8) + places
+    pointers = sf_ptr + find_swizzled_row(row, num_heads * 8) + places
     if FULL_TILES:
         gl.store(pointers, scales.to(gl.uint8))
     else:
         gl.store(pointers, scales.to(gl.uint8), mask=mask)
     for padding in range(padding_rows):
-        pointers = sf_ptr + swizzled_row(row + 1 + padding, num_heads * 8) + places
+        pointers = sf_ptr + find_swizzled_row(row + 1 + padding, num_heads * 8) + places
         zeros = gl.zeros_like(scales).to(gl.uint8)
         if FULL_TILES:
             gl.store(pointers, zeros)

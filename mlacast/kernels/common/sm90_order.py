@@ -21,7 +21,7 @@ DONE:
 
 
 @gluon.jit
-def awaited(x):
+def wait_until_there(x):
     """``x``, two float32 numbers a thread that are not negative, once they are there.
 
     A branch on them, never taken: waits for products stay behind it.
@@ -32,7 +32,7 @@ def awaited(x):
 
 
 @gluon.jit
-def held_back(x):
+def hold_back(x):
     """``x``, but what is computed with it stays behind the wait that precedes.
 
     By a shuffle, which returns a lane's own value, and which is not moved before a wait.

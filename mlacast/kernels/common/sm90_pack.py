@@ -6,7 +6,7 @@ By shuffles in the quads of lanes that ``sm90_quads`` describes, without shared 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mlacast.kernels.common.sm90_rotation import opaque
+from mlacast.kernels.common.sm90_rotation import hide_value
 
 # $2..$9: the thread's pairs j = 0..3; $10 and $12: how this lane picks and sorts; $14: its lane.
 # Pairs become codes and change places in the quad, so that lane j leaves with the 8 codes of j.
@@ -35,7 +35,7 @@ prmt.b32 $1, own, rest, flipped;
 
 
 @gluon.jit
-def _to_rows(x):
+def _move_to_rows(x):
     """Give every thread 8 neighbouring columns of [64, 128] registers, its quad 32.
 
     Two lane bits trade places with two register bits, one at a time: shuffles, no shared memory.
@@ -68,7 +68,9 @@ def pack_e4m3(x, alive, MASKED: gl.constexpr):
     step0, step1 = gl.split(first)
     step2, step3 = gl.split(second)
     LAYOUT: gl.constexpr = step0.type.layout
-    lane = opaque(gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)))))
+    lane = hide_value(
+        gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))))
+    )
     pick = gl.where((lane & 1) == 1, 0x7632, 0x5410)
     sort = gl.where((lane & 1) == 1, 0x1054, 0x5410) ^ gl.where(lane >= 2, 0x2222, 0)
     words = gl.inline_asm_elementwise(
@@ -112,4 +114,4 @@ def pack_bf16(x, alive, MASKED: gl.constexpr):
         )
     else:
         values = x.to(gl.bfloat16)
-    return _to_rows(values)
+    return _move_to_rows(values)

@@ -8,19 +8,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language import PropagateNan
 
-from mlacast.kernels.common.sm90_rotation import opaque
+from mlacast.kernels.common.sm90_rotation import hide_value
 
 _KEEP_NAN = gl.constexpr(PropagateNan.ALL)
 
 
 @gluon.jit
-def max_or_nan(a, b):
+def choose_larger_or_nan(a, b):
     """Maximum that keeps a NaN."""
     return gl.maximum(a, b, propagate_nan=_KEEP_NAN)
 
 
 @gluon.jit
-def _from_lane(x, LANE: gl.constexpr):
+def _read_lane(x, LANE: gl.constexpr):
     """Value of lane ``LANE`` of every quad."""
     return gl.inline_asm_elementwise(
         f"shfl.sync.idx.b32 $0, $1, {LANE}, 0x1c1f, 0xffffffff;",
@@ -33,7 +33,7 @@ def _from_lane(x, LANE: gl.constexpr):
 
 
 @gluon.jit
-def _from_partner(x, DISTANCE: gl.constexpr):
+def _read_partner(x, DISTANCE: gl.constexpr):
     """Value of the lane whose number differs by ``DISTANCE``, 1 or 2, in its quad."""
     return gl.inline_asm_elementwise(
         f"shfl.sync.bfly.b32 $0, $1, {DISTANCE}, 0x1f, 0xffffffff;",
@@ -49,26 +49,26 @@ def _from_partner(x, DISTANCE: gl.constexpr):
 def deal_max(x):
     """Maxima over the lanes of [64, 4, lane]: [64, 4], the n-th of a row in lane n of its quad."""
     low, high = gl.split(gl.permute(gl.reshape(x, (64, 2, 2, 4)), (0, 2, 3, 1)))
-    lane = opaque(gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, low.type.layout))))
+    lane = hide_value(gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, low.type.layout))))
     upper = gl.broadcast((lane >= 2)[None, None, :], low)[0]
-    other = _from_partner(gl.where(upper, low, high), 2)
-    half = max_or_nan(gl.where(upper, high, low), other)
+    other = _read_partner(gl.where(upper, low, high), 2)
+    half = choose_larger_or_nan(gl.where(upper, high, low), other)
     low, high = gl.split(gl.permute(half, (0, 2, 1)))
-    lane = opaque(gl.arange(0, 4, gl.SliceLayout(0, low.type.layout)))
+    lane = hide_value(gl.arange(0, 4, gl.SliceLayout(0, low.type.layout)))
     odd = gl.broadcast(((lane & 1) == 1)[None, :], low)[0]
-    other = _from_partner(gl.where(odd, low, high), 1)
-    return max_or_nan(gl.where(odd, high, low), other)
+    other = _read_partner(gl.where(odd, low, high), 1)
+    return choose_larger_or_nan(gl.where(odd, high, low), other)
 
 
 @gluon.jit
-def max_of_neighbours(x):
+def join_max_of_neighbours(x):
     """Dealt maxima [64, 4] of groups, each with that of the group beside it: lanes in pairs."""
-    return max_or_nan(x, _from_partner(x, 1))
+    return choose_larger_or_nan(x, _read_partner(x, 1))
 
 
 @gluon.jit
 def undeal(x):
     """Numbers [64, 4] as ``deal_max`` leaves them, in every lane: [64, 4, lane]."""
-    even = gl.join(_from_lane(x, 0), _from_lane(x, 2))
-    odd = gl.join(_from_lane(x, 1), _from_lane(x, 3))
+    even = gl.join(_read_lane(x, 0), _read_lane(x, 2))
+    odd = gl.join(_read_lane(x, 1), _read_lane(x, 3))
     return gl.reshape(gl.permute(gl.join(even, odd), (0, 2, 3, 1)), (64, 4, 4))

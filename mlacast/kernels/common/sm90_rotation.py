@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def opaque(x):
+def hide_value(x):
     """``x`` (int32, 0..255) as a value that nobody computes with ahead of time.
 
     Addresses that do not change from tile to tile would otherwise be kept in registers, and spill.
@@ -27,8 +27,8 @@ or.b32 $0, quad, $1;
 
 
 @gluon.jit
-def opaque_rows(LAYOUT: gl.constexpr):
-    """Rows 0..63 of an accumulator, ``opaque``: of a thread two, 8 apart.
+def hide_rows(LAYOUT: gl.constexpr):
+    """Rows 0..63 of an accumulator, ``hide_value``: of a thread two, 8 apart.
 
     They come from the thread's lane where they are needed, so that no register keeps them.
     """
@@ -41,7 +41,7 @@ def opaque_rows(LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def row_offset(row, stride):
+def find_row_offset(row, stride):
     """``row * stride`` in 64 bits, ``row`` an int32.
 
     The upper half of a stride that is kept from tile to tile would take a register, and spill.
@@ -62,8 +62,8 @@ def row_offset(row, stride):
 
 
 @gluon.jit
-def aligned_offset(row, stride):
-    """``row_offset`` where what is stored there leaves in wide pieces.
+def find_aligned_offset(row, stride):
+    """``find_row_offset`` where what is stored there leaves in wide pieces.
 
     The compiler still sees that the product is a multiple of what the stride is a multiple of.
     """
@@ -75,9 +75,9 @@ def aligned_offset(row, stride):
 
 
 @gluon.jit
-def table_row(table_rows, positions_ptr, stride_positions, token):
+def find_table_row(table_rows, positions_ptr, stride_positions, token):
     """Row of the RoPE table of a token (int32); positions outside are clamped."""
-    position = gl.load(positions_ptr + row_offset(token, stride_positions)).to(gl.int64)
+    position = gl.load(positions_ptr + find_row_offset(token, stride_positions)).to(gl.int64)
     # In one piece, because the last row in 64 bits would be kept from tile to tile, and spill.
     return gl.inline_asm_elementwise(
         """{
@@ -119,7 +119,7 @@ def join_pairs(first, second, HALF_PAIRING: gl.constexpr):
 @gluon.jit
 def load_angles(table_ptr, stride_table, table_row, pairs):
     """Cosines and sines [1, 32] of a table row, laid out like the columns of ``pairs`` [64, 32]."""
-    row_ptr = table_ptr + row_offset(table_row, stride_table)
+    row_ptr = table_ptr + find_row_offset(table_row, stride_table)
     LAYOUT: gl.constexpr = pairs.type.layout
     pair = gl.arange(0, 32, gl.SliceLayout(0, LAYOUT))
     return gl.load(row_ptr + pair)[None, :], gl.load(row_ptr + 32 + pair)[None, :]
@@ -140,7 +140,7 @@ def prefetch_angles(table_ptr, stride_table, table_row):
         mov.b32 $0, 0;
         }""",
         "=r,l",
-        [table_ptr + row_offset(table_row, stride_table)],
+        [table_ptr + find_row_offset(table_row, stride_table)],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -159,7 +159,7 @@ def rotate(x, cos, sin, HALF_PAIRING: gl.constexpr):
 
 
 @gluon.jit
-def halves(x, N: gl.constexpr):
+def split_halves(x, N: gl.constexpr):
     """Split [64, N] into its left and right columns."""
     return gl.split(gl.permute(gl.reshape(x, (64, 2, N // 2)), (0, 2, 1)))
 
@@ -167,7 +167,7 @@ def halves(x, N: gl.constexpr):
 @gluon.jit
 def rotate_back(x, cos, sin, HALF_PAIRING: gl.constexpr):
     """Rotate the last 64 of 128 columns by the negative angles; ``cos`` and ``sin`` are [1, 32]."""
-    plain, rope = halves(x, 128)
+    plain, rope = split_halves(x, 128)
     first, second = split_pairs(rope, HALF_PAIRING)
     rope = join_pairs(first * cos + second * sin, second * cos - first * sin, HALF_PAIRING)
     joined = gl.join(plain, gl.convert_layout(rope, plain.type.layout))
@@ -175,7 +175,7 @@ def rotate_back(x, cos, sin, HALF_PAIRING: gl.constexpr):
 
 
 @gluon.jit
-def sum_of_squares(x, ROW: gl.constexpr):
+def sum_squares(x, ROW: gl.constexpr):
     """Sum over the columns of a bfloat16 tile in float32."""
     wide = x.to(gl.float32)
     return gl.convert_layout(gl.sum(wide * wide, 1), ROW)

@@ -8,11 +8,11 @@ The next tile's products wait for every instruction here.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mlacast.kernels.common.sm90_division import reciprocal
-from mlacast.kernels.common.sm90_group_scales import group_scales, over_scales
-from mlacast.kernels.common.sm90_nvfp4 import store_scale_bytes, to_nvfp4
+from mlacast.kernels.common.sm90_division import invert
+from mlacast.kernels.common.sm90_group_scales import divide_by_scales, find_group_scales
+from mlacast.kernels.common.sm90_nvfp4 import quantise_to_nvfp4, store_scale_bytes
 from mlacast.kernels.common.sm90_pack import pack_bf16, pack_e4m3
-from mlacast.kernels.common.sm90_rotation import aligned_offset, opaque, opaque_rows
+from mlacast.kernels.common.sm90_rotation import find_aligned_offset, hide_rows, hide_value
 from mlacast.kernels.common.sm90_store import BF16, FP8_TENSOR, FP8_UE8M0, NVFP4
 
 
@@ -40,11 +40,11 @@ def _store_rows(
     HEADS: gl.constexpr = OUTPUT.features // 512
     CHUNK: gl.constexpr = 32 // PER_VALUE
     HEAD_STEP: gl.constexpr = CHUNK if OUTPUT.chunk32 else 512 // PER_VALUE
-    head = head_start + opaque_rows(gl.SliceLayout(1, LAYOUT))  # [64]
+    head = head_start + hide_rows(gl.SliceLayout(1, LAYOUT))  # [64]
     column = FIRST // PER_VALUE + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     if OUTPUT.chunk32:
         column = (column // CHUNK) * (HEADS * CHUNK) + column % CHUNK
-    rows = aligned_offset(head // HEADS, stride_group // WORD) + (head % HEADS) * HEAD_STEP
+    rows = find_aligned_offset(head // HEADS, stride_group // WORD) + (head % HEADS) * HEAD_STEP
     pointers = data_ptr + rows[:, None] + column[None, :]
     if FULL_TILES:
         gl.store(pointers, values)
@@ -71,8 +71,8 @@ def _store_scales(
     HEADS: gl.constexpr = OUTPUT.features // 512
     LAYOUT: gl.constexpr = scales.type.layout
     COPIES: gl.constexpr = 2 if GROUP == 64 else 1
-    head = head_start + opaque_rows(gl.SliceLayout(1, LAYOUT))  # [64]
-    place = opaque(gl.arange(0, scales.shape[1], gl.SliceLayout(0, LAYOUT)))  # [n]
+    head = head_start + hide_rows(gl.SliceLayout(1, LAYOUT))  # [64]
+    place = hide_value(gl.arange(0, scales.shape[1], gl.SliceLayout(0, LAYOUT)))  # [n]
     block = FIRST // GROUP + place // COPIES
     within = head % HEADS
     group = (head // HEADS).to(gl.int64) * stride_group
@@ -121,7 +121,7 @@ def _store_nvfp4(
     FULL_TILES: gl.constexpr,
     OUTPUT: gl.constexpr,
 ):
-    """Store what ``to_nvfp4`` returns: words of codes, and scales of the left and the right half.
+    """Store what ``quantise_to_nvfp4`` returns: words of codes, and scales of both halves.
 
     ``row`` counts from ``row_start``, a row of the buffer; scales of ``padding_rows`` behind it are
     zeroed.
@@ -141,7 +141,7 @@ def _store_nvfp4(
     for part in gl.static_range(2):
         store_scale_bytes(
             left if part == 0 else right,
-            head_start + opaque_rows(gl.SliceLayout(1, left.type.layout)),
+            head_start + hide_rows(gl.SliceLayout(1, left.type.layout)),
             sf_ptr,
             row_start + row,
             padding_rows,
@@ -176,9 +176,9 @@ def _store_e4m3(
     COLUMN: gl.constexpr = gl.SliceLayout(1, x.type.layout)
     if OUTPUT.kind == FP8_TENSOR:
         per_head = gl.convert_layout(factor, COLUMN, assert_trivial=True)[:, None]
-        ratio = x * per_head * reciprocal(gl.load(scale_ptr))
+        ratio = x * per_head * invert(gl.load(scale_ptr))
     else:
-        pairs, scale, scales = group_scales(x, factor, alive, MASKED, OUTPUT)
+        pairs, scale, scales = find_group_scales(x, factor, alive, MASKED, OUTPUT)
         _store_scales(
             scales,
             sf_ptr,
@@ -192,7 +192,7 @@ def _store_e4m3(
             FULL_TILES,
             OUTPUT,
         )
-        ratio = over_scales(pairs, scale, OUTPUT)
+        ratio = divide_by_scales(pairs, scale, OUTPUT)
     _store_rows(
         pack_e4m3(ratio, alive, MASKED),
         data_ptr,
@@ -268,7 +268,7 @@ def store_scaled_block(
     elif OUTPUT.kind == NVFP4:
         per_head = gl.convert_layout(factor, COLUMN, assert_trivial=True)[:, None]
         _store_nvfp4(
-            to_nvfp4(x * per_head, alive, gl.load(scale_ptr), MASKED),
+            quantise_to_nvfp4(x * per_head, alive, gl.load(scale_ptr), MASKED),
             data_ptr,
             stride_data_group,
             sf_ptr,

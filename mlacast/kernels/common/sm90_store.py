@@ -6,9 +6,9 @@ Same formats and bits as ``mlacast.kernels.common.store``; threads hold 8 neighb
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mlacast.kernels.common.sm90_nvfp4 import rows_to_nvfp4, store_scale_bytes
-from mlacast.kernels.common.sm90_quads import max_or_nan
-from mlacast.kernels.common.sm90_rotation import opaque
+from mlacast.kernels.common.sm90_nvfp4 import quantise_rows_to_nvfp4, store_scale_bytes
+from mlacast.kernels.common.sm90_quads import choose_larger_or_nan
+from mlacast.kernels.common.sm90_rotation import hide_value
 
 BF16 = gl.constexpr(0)
 FP8_TENSOR = gl.constexpr(1)
@@ -48,7 +48,7 @@ def _store_codes(
     if PER_CODE == 8:
         data_ptr = data_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
         stride_group = stride_group // 4
-    head = head_start + opaque(gl.arange(0, codes.shape[0], gl.SliceLayout(1, LAYOUT)))
+    head = head_start + hide_value(gl.arange(0, codes.shape[0], gl.SliceLayout(1, LAYOUT)))
     d = FIRST // PER_CODE + gl.arange(0, codes.shape[1], gl.SliceLayout(0, LAYOUT))
     if CHUNK32:
         d = (d // 32) * (HEADS * 32) + d % 32
@@ -79,8 +79,8 @@ def _store_scales(
     BLOCK_H: gl.constexpr = scales.shape[0]
     BLOCKS: gl.constexpr = scales.shape[1]
     LAYOUT: gl.constexpr = scales.type.layout
-    head = head_start + opaque(gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT)))
-    block = FIRST // GROUP + opaque(gl.arange(0, BLOCKS, gl.SliceLayout(0, LAYOUT)))
+    head = head_start + hide_value(gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT)))
+    block = FIRST // GROUP + hide_value(gl.arange(0, BLOCKS, gl.SliceLayout(0, LAYOUT)))
     within = head % HEADS  # [heads]
     group = (head // HEADS).to(gl.int64) * stride_group
     mask = (head < num_heads)[:, None] & (block >= 0)[None, :]
@@ -111,7 +111,7 @@ def _store_scales(
 
 
 @gluon.jit
-def _to_e4m3(x):
+def _cast_to_e4m3(x):
     """Codes (uint8): saturating, NaN becomes 0x7F."""
     # Four neighbours leave as one register; byte by byte they would take five instructions.
     return gl.inline_asm_elementwise(
@@ -126,7 +126,7 @@ def _quantise_groups(x, KIND: gl.constexpr, GROUP: gl.constexpr, AMAX_FLOOR: gl.
     A group with a NaN has only NaN codes; an infinity takes the largest scale.
     """
     grouped = gl.reshape(x, (x.shape[0], x.shape[1] // GROUP, GROUP))
-    amax = gl.reduce(gl.abs(grouped), 2, max_or_nan)  # [heads, n / GROUP]
+    amax = gl.reduce(gl.abs(grouped), 2, choose_larger_or_nan)  # [heads, n / GROUP]
     has_nan = amax != amax
     floored = gl.maximum(amax, AMAX_FLOOR)
     if KIND == FP8_FLOAT32:
@@ -157,11 +157,11 @@ def _quantise_groups(x, KIND: gl.constexpr, GROUP: gl.constexpr, AMAX_FLOOR: gl.
         if KIND == FP8_FLOAT32_POW2:
             stored = (exponent << 23).to(gl.float32, bitcast=True)
     ratio = gl.convert_layout(gl.reshape(ratio, x.shape), x.type.layout, assert_trivial=True)
-    return _to_e4m3(ratio), stored
+    return _cast_to_e4m3(ratio), stored
 
 
 @gluon.jit
-def output_scale(scale_ptr, KIND: gl.constexpr):
+def load_output_scale(scale_ptr, KIND: gl.constexpr):
     """What ``FP8_TENSOR`` or ``NVFP4`` multiplies by; 1 for other formats."""
     if KIND == FP8_TENSOR:
         return gl.div_rn(1.0, gl.load(scale_ptr))
@@ -192,15 +192,15 @@ def store_rows(
     """Quantise and store dimensions ``FIRST``.. of heads of one token: ``x`` [heads, n] float32.
 
     ``data_ptr`` is the token's row of codes, ``row`` (int64) that of its scales, ``scale`` comes
-    from ``output_scale``. ``padding_rows`` of scales after the row are zeroed: 0 except for the
+    from ``load_output_scale``. ``padding_rows`` of scales after it are zeroed: 0 except for the
     buffer's last token. Of NVFP4, whose scales have no strides, ``stride_sf_word`` is the range's
     first row.
     """
     if OUTPUT.kind == BF16:
         codes = x.to(gl.bfloat16)
     elif OUTPUT.kind == NVFP4:
-        codes, scales = rows_to_nvfp4(x, scale)
-        heads = opaque(gl.arange(0, scales.shape[0], gl.SliceLayout(1, scales.type.layout)))
+        codes, scales = quantise_rows_to_nvfp4(x, scale)
+        heads = hide_value(gl.arange(0, scales.shape[0], gl.SliceLayout(1, scales.type.layout)))
         store_scale_bytes(
             scales,
             head_start + heads,
@@ -212,7 +212,7 @@ def store_rows(
             FULL_TILES,
         )
     elif OUTPUT.kind == FP8_TENSOR:
-        codes = _to_e4m3(x * scale)
+        codes = _cast_to_e4m3(x * scale)
     else:
         codes, scales = _quantise_groups(x, OUTPUT.kind, OUTPUT.group, OUTPUT.amax_floor)
         _store_scales(

@@ -6,15 +6,15 @@ Same formats and bits as ``mlacast.kernels.common.store``; heads are 128 wide.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mlacast.kernels.common.sm90_division import reciprocal
-from mlacast.kernels.common.sm90_group_scales import group_scales, over_scales
-from mlacast.kernels.common.sm90_nvfp4 import swizzled_row, to_nvfp4
+from mlacast.kernels.common.sm90_division import invert
+from mlacast.kernels.common.sm90_group_scales import divide_by_scales, find_group_scales
+from mlacast.kernels.common.sm90_nvfp4 import find_swizzled_row, quantise_to_nvfp4
 from mlacast.kernels.common.sm90_pack import pack_bf16, pack_e4m3
 from mlacast.kernels.common.sm90_rotation import (
-    aligned_offset,
-    opaque,
-    opaque_rows,
-    row_offset,
+    find_aligned_offset,
+    find_row_offset,
+    hide_rows,
+    hide_value,
 )
 from mlacast.kernels.common.sm90_store import BF16, FP8_TENSOR, FP8_UE8M0, NVFP4
 
@@ -35,10 +35,10 @@ def _store_values(
     WORD: gl.constexpr = 1 if PER_VALUE == 1 else 4
     if WORD == 4:
         data_ptr = data_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-    local = opaque_rows(gl.SliceLayout(1, LAYOUT))  # [64]
+    local = hide_rows(gl.SliceLayout(1, LAYOUT))  # [64]
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))  # [COLUMNS]
     within = head % group_heads
-    start = aligned_offset(head // group_heads, stride_group // WORD)
+    start = find_aligned_offset(head // group_heads, stride_group // WORD)
     if OUTPUT.chunk32:
         # In this order a head is 512 wide, and a head here a quarter of one.
         wide_heads = group_heads // 4
@@ -46,7 +46,7 @@ def _store_values(
         column = (column // CHUNK) * (wide_heads * CHUNK) + column % CHUNK
     else:
         start += within * COLUMNS
-    rows = aligned_offset(token + local, stride_token // WORD)
+    rows = find_aligned_offset(token + local, stride_token // WORD)
     pointers = data_ptr + start + rows[:, None] + column[None, :]
     gl.store(pointers, values, mask=(local >= skipped)[:, None])
 
@@ -67,14 +67,14 @@ def _store_scale_rows(
     sf_ptr, stride_token, stride_group, stride_word, row_start, tiles, _, _ = rows_of_scales
     GROUP: gl.constexpr = OUTPUT.group
     LAYOUT: gl.constexpr = scales.type.layout
-    local = opaque_rows(gl.SliceLayout(1, LAYOUT))  # [64]
+    local = hide_rows(gl.SliceLayout(1, LAYOUT))  # [64]
     # Scales of 64 values are there, and stored, twice.
     COPIES: gl.constexpr = 2 if GROUP == 64 else 1
-    place = opaque(gl.arange(0, scales.shape[1], gl.SliceLayout(0, LAYOUT)))  # [n]
+    place = hide_value(gl.arange(0, scales.shape[1], gl.SliceLayout(0, LAYOUT)))  # [n]
     block = FIRST + place // COPIES
     mask = ((local >= first) & (local < stop))[:, None]
     if OUTPUT.kind == NVFP4:
-        in_row = swizzled_row(row_start + token + local, tiles)
+        in_row = find_swizzled_row(row_start + token + local, tiles)
         in_column = head * 1024 + block // 4 * 512 + block % 4
         pointers = sf_ptr + in_row[:, None] + in_column[None, :]
         gl.store(pointers, scales.to(gl.uint8), mask=mask)
@@ -85,19 +85,19 @@ def _store_scale_rows(
             index = ((within % 4) * 4 + block) * wide_heads + within // 4
         else:
             index = within * (128 // GROUP) + block
-        rows = row_offset(token + local, stride_token)
-        start = row_offset(head // group_heads, stride_group)
+        rows = find_row_offset(token + local, stride_token)
+        start = find_row_offset(head // group_heads, stride_group)
         if OUTPUT.kind == FP8_UE8M0:
             # Scale ``index`` of a group is byte index % 4 of word index // 4.
             bytes_ptr = sf_ptr.to(gl.pointer_type(gl.uint8), bitcast=True)
-            in_column = (start + row_offset(index // 4, stride_word)) * 4 + index % 4
+            in_column = (start + find_row_offset(index // 4, stride_word)) * 4 + index % 4
             pointers = bytes_ptr + rows[:, None] * 4 + in_column[None, :]
             gl.store(pointers, scales.to(gl.uint8), mask=mask)
             # The last head of a group also zeroes the rest of its last word.
             count = group_heads * (128 // GROUP)
             rest = gl.where(within == group_heads - 1, (4 - count % 4) % 4, 0)
             for byte in range(rest):
-                last = (start + row_offset(count // 4, stride_word)) * 4 + count % 4 + byte
+                last = (start + find_row_offset(count // 4, stride_word)) * 4 + count % 4 + byte
                 unused = bytes_ptr + rows * 4 + last
                 gl.store(
                     unused,
@@ -105,7 +105,7 @@ def _store_scale_rows(
                     mask=(local >= first) & (local < stop),
                 )
         else:
-            in_column = start + row_offset(index, stride_word)
+            in_column = start + find_row_offset(index, stride_word)
             gl.store(sf_ptr + rows[:, None] + in_column[None, :], scales, mask=mask)
 
 
@@ -166,15 +166,15 @@ def store_token_block(
     if OUTPUT.kind == BF16:
         _store_values(pack_bf16(x * per_row, alive, True), target, token, skipped, head, 1, OUTPUT)
     elif OUTPUT.kind == FP8_TENSOR:
-        ratio = x * per_row * reciprocal(gl.load(scale_ptr))
+        ratio = x * per_row * invert(gl.load(scale_ptr))
         _store_values(pack_e4m3(ratio, alive, True), target, token, skipped, head, 4, OUTPUT)
     elif OUTPUT.kind == NVFP4:
-        words, left, right = to_nvfp4(x * per_row, alive, gl.load(scale_ptr), True)
+        words, left, right = quantise_to_nvfp4(x * per_row, alive, gl.load(scale_ptr), True)
         _store_scales(left, target, token, skipped, head, 0, OUTPUT)
         _store_scales(right, target, token, skipped, head, 4, OUTPUT)
         _store_values(words, target, token, skipped, head, 8, OUTPUT)
     else:
-        pairs, scale, scales = group_scales(x, factor, alive, True, OUTPUT)
+        pairs, scale, scales = find_group_scales(x, factor, alive, True, OUTPUT)
         _store_scales(scales, target, token, skipped, head, 0, OUTPUT)
-        ratio = over_scales(pairs, scale, OUTPUT)
+        ratio = divide_by_scales(pairs, scale, OUTPUT)
         _store_values(pack_e4m3(ratio, alive, True), target, token, skipped, head, 4, OUTPUT)

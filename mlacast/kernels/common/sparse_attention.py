@@ -10,7 +10,7 @@ import triton.language as tl
 
 from mlacast.kernels.common.numbers import decode_e4m3
 from mlacast.kernels.common.records import load_records, load_rope_tail
-from mlacast.kernels.common.rotation import load_rotated, partner_column, rotate_back_last_64
+from mlacast.kernels.common.rotation import find_partner_column, load_rotated, rotate_back_last_64
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -43,7 +43,7 @@ class Query(NamedTuple):
 
 
 @triton.jit
-def row_length(entries, token, HAS_LENGTH: tl.constexpr):
+def load_row_length(entries, token, HAS_LENGTH: tl.constexpr):
     """Entries of a token's index row that count, clamped to its width."""
     length = entries.width
     if HAS_LENGTH:
@@ -75,7 +75,7 @@ def load_scales(sm_scale, v_scale, sm_scale_ptr, v_scale_ptr, SCALES: tl.constex
 
 
 @triton.jit
-def _query_offsets(head, d, stride_q_head, num_heads, CHUNK16: tl.constexpr):
+def _find_query_offsets(head, d, stride_q_head, num_heads, CHUNK16: tl.constexpr):
     """Offsets [BLOCK_H, n] of dimensions ``d`` within a token."""
     if CHUNK16:
         offsets = (d // 16)[None, :] * (num_heads * 16) + head[:, None] * 16 + (d % 16)[None, :]
@@ -119,10 +119,12 @@ def load_query(
     d = tl.arange(0, 512)
     mask = (head < num_heads)[:, None] & (d >= 0)[None, :]
     base = q_ptr + token * stride_q_token
-    offsets = _query_offsets(head, d, stride_q_head, num_heads, QUERY.chunk16)  # [BLOCK_H, 512]
+    offsets = _find_query_offsets(
+        head, d, stride_q_head, num_heads, QUERY.chunk16
+    )  # [BLOCK_H, 512]
     if QUERY.is_rotated and QUERY.d_qk == 512:
-        partner = partner_column(d, 512, QUERY.half_pairing)  # [512]
-        partners = _query_offsets(head, partner, stride_q_head, num_heads, QUERY.chunk16)
+        partner = find_partner_column(d, 512, QUERY.half_pairing)  # [512]
+        partners = _find_query_offsets(head, partner, stride_q_head, num_heads, QUERY.chunk16)
         q = load_rotated(base, offsets, partners, mask, angles, 512, QUERY.half_pairing)
     else:
         q = _load_plain(base, offsets, mask)
@@ -138,7 +140,9 @@ def load_query(
         tail_rows = head.to(tl.int64)[:, None] * stride_q_head  # [BLOCK_H, 1]
         tail_offsets = tail_rows + (512 + tail_d)[None, :]
         if QUERY.is_rotated:
-            partners = tail_rows + (512 + partner_column(tail_d, 64, QUERY.half_pairing))[None, :]
+            partners = (
+                tail_rows + (512 + find_partner_column(tail_d, 64, QUERY.half_pairing))[None, :]
+            )
             tail = load_rotated(
                 base, tail_offsets, partners, tail_mask, angles, 64, QUERY.half_pairing
             )

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from mlacast.kernels.common.e2m1_casts import to_e2m1_pairs
-from mlacast.kernels.common.fp8_casts import from_e4m3, to_fp8
+from mlacast.kernels.common.e2m1_casts import cast_to_e2m1_pairs
+from mlacast.kernels.common.fp8_casts import cast_from_e4m3, cast_to_fp8
 from mlacast.kernels.common.numbers import encode_e2m1_numbers, encode_e4m3, encode_ue8m0
 
 # Kinds of output, the compile-time part of an OutFormat.
@@ -66,7 +66,7 @@ class Padding(NamedTuple):
 
 
 @triton.jit
-def _positions(heads, d, F: tl.constexpr, CHUNK32: tl.constexpr, D: tl.constexpr):
+def _find_positions(heads, d, F: tl.constexpr, CHUNK32: tl.constexpr, D: tl.constexpr):
     """Group and position in the group of dimensions ``d`` of heads that are D wide."""
     if CHUNK32:
         heads_per_group = F // 512
@@ -85,14 +85,14 @@ def _positions(heads, d, F: tl.constexpr, CHUNK32: tl.constexpr, D: tl.constexpr
 
 
 @triton.jit
-def _group_ptr(target, row, group):
+def _find_group(target, row, group):
     """First code of a group of a row."""
     offset = row * target.stride_data_token + group.to(tl.int64) * target.stride_data_group
     return target.data_ptr + offset
 
 
 @triton.jit
-def _swizzled_offset(row, column, column_tiles):
+def _find_swizzled_offset(row, column, column_tiles):
     """Byte of scale (row, column) in the 128x4 layout."""
     tile = (row // 128) * column_tiles + column // 4
     return tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + column % 4
@@ -108,7 +108,7 @@ def _store_scales(target, row, group, index, values, mask, OUTPUT: tl.constexpr)
     SCALES: tl.constexpr = OUTPUT.features // OUTPUT.group
     sf_ptr = target.sf_ptr
     if OUTPUT.kind == NVFP4:
-        offsets = _swizzled_offset(target.row_start + row, index, OUTPUT.sf_column_tiles)
+        offsets = _find_swizzled_offset(target.row_start + row, index, OUTPUT.sf_column_tiles)
         tl.store(sf_ptr + offsets, values.to(tl.uint8), mask=mask)
     elif OUTPUT.kind == FP8_UE8M0:
         sf_ptr = sf_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
@@ -127,20 +127,20 @@ def _store_scales(target, row, group, index, values, mask, OUTPUT: tl.constexpr)
 
 
 @triton.jit
-def _larger_or_nan(a, b):
+def _choose_larger_or_nan(a, b):
     """The larger of two, NaN if either is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _largest(grouped, NATIVE: tl.constexpr):
+def _find_largest(grouped, NATIVE: tl.constexpr):
     """Largest magnitude [ROWS, blocks] of ``grouped`` [ROWS, blocks, GROUP], and where it is NaN.
 
     There the magnitude may be any. By maxima of float32 alone: those of integers came out as zero
     where the numbers are those of a matrix product (triton 3.6.0, sm_90).
     """
     if NATIVE:
-        amax = tl.reduce(tl.abs(grouped), 2, _larger_or_nan)
+        amax = tl.reduce(tl.abs(grouped), 2, _choose_larger_or_nan)
         return amax, amax != amax
     else:
         is_nan = grouped != grouped
@@ -149,7 +149,7 @@ def _largest(grouped, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _nvfp4_pairs(out, global_scale, NATIVE: tl.constexpr):
+def _encode_nvfp4(out, global_scale, NATIVE: tl.constexpr):
     """Bytes of two e2m1 codes [ROWS, WIDTH / 2] of ``out`` [ROWS, WIDTH], and scales (uint8).
 
     One scale byte for 16 elements, [ROWS, WIDTH / 16]. A block under the scale 0 has codes 0, one
@@ -158,20 +158,20 @@ def _nvfp4_pairs(out, global_scale, NATIVE: tl.constexpr):
     ROWS: tl.constexpr = out.shape[0]
     WIDTH: tl.constexpr = out.shape[1]
     grouped = tl.reshape(out, (ROWS, WIDTH // 16, 16))
-    amax, has_nan = _largest(grouped, NATIVE)
+    amax, has_nan = _find_largest(grouped, NATIVE)
     wanted = tl.minimum(global_scale * tl.math.div_rn(amax, 6.0), 448.0)
     # The codes match the stored scale, so the multiplier comes from its decoded value.
     if NATIVE:
-        sf = tl.where(has_nan, 0x7F, to_fp8(wanted, False, NATIVE)).to(tl.uint8)
+        sf = tl.where(has_nan, 0x7F, cast_to_fp8(wanted, False, NATIVE)).to(tl.uint8)
         counts = (sf != 0) & (has_nan == 0)
-        decoded = from_e4m3(tl.where(counts, sf, 0x38).to(tl.uint8), NATIVE)
+        decoded = cast_from_e4m3(tl.where(counts, sf, 0x38).to(tl.uint8), NATIVE)
         multiplier = tl.math.div_rn(global_scale, decoded)
         multiplier = tl.where(counts, multiplier, tl.where(has_nan, float("nan"), 0.0))
         kept = tl.where(counts, -0x80000000, 0)
         low, high = tl.split(tl.reshape(out, (ROWS, WIDTH // 16, 8, 2)))  # [ROWS, blocks, 8]
         factor = tl.broadcast_to(tl.expand_dims(multiplier, 2), low.shape)
         kept = tl.broadcast_to(tl.expand_dims(kept, 2), low.shape)
-        pairs = to_e2m1_pairs(low, high, factor, kept)
+        pairs = cast_to_e2m1_pairs(low, high, factor, kept)
         return tl.reshape(pairs, (ROWS, WIDTH // 2)), sf
     else:
         sf = tl.where(has_nan, 0x7F, encode_e4m3(wanted))
@@ -188,7 +188,7 @@ def _nvfp4_pairs(out, global_scale, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _quotients(x, divisor, NATIVE: tl.constexpr):
+def _divide(x, divisor, NATIVE: tl.constexpr):
     """IEEE quotients of ``x`` [ROWS, blocks, GROUP] and positive ``divisor`` [ROWS, blocks]."""
     if NATIVE:
         # A product with the reciprocal, corrected once by its exact remainder, is the quotient
@@ -205,18 +205,18 @@ def _quotients(x, divisor, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _fp8_codes(grouped, KIND: tl.constexpr, AMAX_FLOOR: tl.constexpr, NATIVE: tl.constexpr):
+def _encode_fp8(grouped, KIND: tl.constexpr, AMAX_FLOOR: tl.constexpr, NATIVE: tl.constexpr):
     """e4m3 codes (uint8) like ``grouped`` [ROWS, blocks, GROUP] and scales [ROWS, blocks].
 
     The scales are float32, or exponents (int32) for packed bytes.
     """
-    amax, has_nan = _largest(grouped, NATIVE)
+    amax, has_nan = _find_largest(grouped, NATIVE)
     floored = tl.maximum(amax, AMAX_FLOOR)
     if KIND == FP8_FLOAT32:
         floored = tl.minimum(floored, 3.4028234663852886e38)
         scale = tl.math.div_rn(floored, 448.0)
         stored = tl.where(has_nan, float("nan"), scale)
-        ratio = _quotients(grouped, scale, NATIVE)
+        ratio = _divide(grouped, scale, NATIVE)
     else:
         # An infinite amax keeps its bits here and takes the largest exponent.
         exponent = encode_ue8m0(tl.math.div_rn(floored, 448.0))
@@ -227,7 +227,7 @@ def _fp8_codes(grouped, KIND: tl.constexpr, AMAX_FLOOR: tl.constexpr, NATIVE: tl
         # Dividing by a power of two is exact as a product; 2**-127 is a subnormal.
         inverse_bits = tl.where(exponent == 254, 0x400000, (254 - exponent) << 23)
         ratio = grouped * tl.expand_dims(inverse_bits.to(tl.float32, bitcast=True), 2)
-    codes = to_fp8(ratio, False, NATIVE)
+    codes = cast_to_fp8(ratio, False, NATIVE)
     return tl.where(tl.expand_dims(has_nan.to(tl.int32), 2) != 0, 0x7F, codes).to(tl.uint8), stored
 
 
@@ -274,27 +274,27 @@ def store_rows(
     F: tl.constexpr = OUTPUT.features
     d = first + tl.arange(0, WIDTH)[None, :]  # [1, WIDTH]
     columns = head * D + d < FEATURES if FEATURES else d >= 0
-    group, position = _positions(head, d, F, OUTPUT.chunk32, D)
-    data = _group_ptr(target, row, group)  # [ROWS, WIDTH]
+    group, position = _find_positions(head, d, F, OUTPUT.chunk32, D)
+    data = _find_group(target, row, group)  # [ROWS, WIDTH]
     if KIND == BF16:
         dtype: tl.constexpr = target.data_ptr.dtype.element_ty
         tl.store(data + position, out.to(dtype), mask=mask & columns)
     elif KIND == FP8_TENSOR:
         inverse = tl.math.div_rn(1.0, tl.load(target.scale_ptr))
-        tl.store(data + position, to_fp8(out * inverse, False, NATIVE), mask=mask & columns)
+        tl.store(data + position, cast_to_fp8(out * inverse, False, NATIVE), mask=mask & columns)
     else:
         BLOCKS: tl.constexpr = WIDTH // GROUP
         if KIND == NVFP4:
-            pairs, scales = _nvfp4_pairs(out, tl.load(target.scale_ptr), NATIVE)
+            pairs, scales = _encode_nvfp4(out, tl.load(target.scale_ptr), NATIVE)
             # Bytes of two codes are numbered like the codes of heads half as wide.
             d = first // 2 + tl.arange(0, WIDTH // 2)[None, :]
             columns = head * (D // 2) + d < FEATURES // 2 if FEATURES else d >= 0
-            group, position = _positions(head, d, F // 2, False, D // 2)
-            data = _group_ptr(target, row, group)
+            group, position = _find_positions(head, d, F // 2, False, D // 2)
+            data = _find_group(target, row, group)
             tl.store(data + position, pairs, mask=mask & columns)
         else:
             grouped = tl.reshape(out, (ROWS, BLOCKS, GROUP))
-            codes, scales = _fp8_codes(grouped, KIND, OUTPUT.amax_floor, NATIVE)
+            codes, scales = _encode_fp8(grouped, KIND, OUTPUT.amax_floor, NATIVE)
             tl.store(data + position, tl.reshape(codes, (ROWS, WIDTH)), mask=mask & columns)
         block = first // GROUP + tl.arange(0, BLOCKS)[None, :]  # [1, BLOCKS]
         has_scale = block >= 0
@@ -307,7 +307,7 @@ def store_rows(
             scale_group = 0
             index = head * (D // GROUP) + block
         else:
-            scale_group, scale_position = _positions(head, block * GROUP, F, OUTPUT.chunk32, D)
+            scale_group, scale_position = _find_positions(head, block * GROUP, F, OUTPUT.chunk32, D)
             index = scale_position // GROUP
         _store_scales(target, row, scale_group, index, scales, mask & has_scale, OUTPUT)
         for first_row in range(0, padding.rows, PADDING_LANES):
@@ -327,7 +327,7 @@ def store_rows(
 def store_output(
     out, head_start, num_heads, row, padding_rows, target, first, OUTPUT: tl.constexpr
 ):
-    """Quantise and store dimensions ``first``.. of heads ``head_start``.. of token ``row``.
+    """Quantise and store dimensions ``first``.. of heads ``find_head_start``.. of token ``row``.
 
     ``out`` is [BLOCK_H, WIDTH] float32, ``first`` a multiple of WIDTH; heads are 512 wide, those at
     or past ``num_heads`` are not stored. ``row``, an int64, counts in the token range.

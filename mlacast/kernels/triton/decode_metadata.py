@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mlacast.kernels.common.dependents import after_previous_kernel, overlaps_launches
+from mlacast.kernels.common.dependents import overlaps_launches, wait_for_previous_kernel
 from mlacast.kernels.common.launch import Launches
 
 # Requests that a program holds, and its warps: three variants whatever the batch.
@@ -36,7 +36,7 @@ def _decode_metadata_kernel(
     starts at ``position`` reaches ``position + payload``; requests that end at or before that are
     finished.
     """
-    after_previous_kernel(PDL)
+    wait_for_previous_kernel(PDL)
     request = tl.arange(0, BLOCK_B)
     inside = request < batch
     length = tl.load(lengths_ptr + request.to(tl.int64) * stride_length, mask=inside, other=0)

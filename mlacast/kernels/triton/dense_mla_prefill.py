@@ -43,7 +43,7 @@ _UNALIGNED = ["cu_q_ptr", "cu_k_ptr", "lse_ptr", "sf_ptr", "scale_ptr"]
 
 
 @triton.jit
-def _bound(ptr, at, last, limit):
+def _load_bound(ptr, at, last, limit):
     """Bound ``at`` of the packed sequences: 0 before the first, ``limit`` behind the ``last``."""
     value = tl.load(ptr + at, mask=(at >= 0) & (at <= last), other=0)
     value = tl.minimum(tl.maximum(value, 0), limit)
@@ -64,8 +64,8 @@ def _find_tile(cu_ptr, num_sequences, num_tokens, tile, BLOCK_M: tl.constexpr):
     sequence, start, stop, number, before = -2, 0, 0, 0, 0
     for first in range(-1, num_sequences + 1, _SEQUENCES):
         at = first + tl.arange(0, _SEQUENCES)
-        starts = _bound(cu_ptr, at, num_sequences, num_tokens)
-        stops = _bound(cu_ptr, at + 1, num_sequences, num_tokens)
+        starts = _load_bound(cu_ptr, at, num_sequences, num_tokens)
+        stops = _load_bound(cu_ptr, at + 1, num_sequences, num_tokens)
         count = tl.where(
             at <= num_sequences, (tl.maximum(stops - starts, 0) + BLOCK_M - 1) // BLOCK_M, 0
         )

@@ -28,6 +28,7 @@ from mlacast.kernels.common.project_operands import (
 )
 from mlacast.kernels.common.store import FP8_TENSOR, NVFP4
 from mlacast.kernels.common.targets import store_target
+from mlacast.kernels.config.output import OutputConfig
 
 # Compile-time kinds of weights, as in ``project_operands``.
 _PLAIN, _BLOCKS_128, _GROUPS_32 = 0, 1, 2
@@ -234,6 +235,26 @@ def _fit(
     return variant._replace(block_k=block_k), product
 
 
+def plan_product(
+    source: OutputConfig,
+    weight_sf: torch.dtype | None,
+    native: bool,
+    num_tokens: int,
+    variant: Variant | None,
+) -> tuple[Variant, ProductConfig]:
+    """Tile and product for a buffer and weights with scales of this type, or none.
+
+    ``native`` says whether the matrix unit knows e4m3; ``variant`` is None or a tile to be cut.
+    """
+    weight_kind = _PLAIN
+    if weight_sf is not None:
+        weight_kind = _BLOCKS_128 if weight_sf == torch.float32 else _GROUPS_32
+    fp8_product = native and _can_multiply_codes(source.kind, weight_kind)
+    variant = variant or choose_variant(num_tokens, fp8_product)
+    variant = variant._replace(fp8_product=variant.fp8_product and fp8_product)
+    return _fit(variant, source.kind, source.group, weight_kind)
+
+
 def _launch(
     out: QuantizedTensor,
     weight: tuple[torch.Tensor, torch.Tensor],
@@ -250,17 +271,10 @@ def _launch(
     native = has_fp8_casts(device)
     target = store_target(out)
     source = target.config
-    kind = source.kind
-    weight_kind = _PLAIN
-    if weight_sf is not None:
-        weight_kind = _BLOCKS_128 if weight_sf[0].dtype == torch.float32 else _GROUPS_32
-    fp8_product = native and _can_multiply_codes(kind, weight_kind)
-    if variant is None:
-        variant = choose_variant(tokens, fp8_product)
-    variant = variant._replace(fp8_product=variant.fp8_product and fp8_product)
-    variant, product = _fit(variant, kind, source.group, weight_kind)
+    sf_type = None if weight_sf is None else weight_sf[0].dtype
+    variant, product = plan_product(source, sf_type, native, tokens, variant)
     launches = Launches(device, target)
-    codes = weight[1] if weight_kind == _PLAIN else weight[1].view(torch.uint8)
+    codes = weight[1] if weight_sf is None else weight[1].view(torch.uint8)
     codes = launches.inside(weight[0], codes)
     scales = codes if weight_sf is None else launches.inside(*weight_sf)
     into = launches.inside(*projected)

@@ -11,17 +11,17 @@ import triton.language as tl
 
 from mlacast.descriptors.kv_format import KvFormat
 from mlacast.descriptors.rope import Rope
-from mlacast.kernels.common.dependents import after_previous_kernel, overlaps_launches
+from mlacast.kernels.common.dependents import overlaps_launches, wait_for_previous_kernel
 from mlacast.kernels.common.fp8_casts import (
     as_bits,
     has_fp8_casts,
 )
 from mlacast.kernels.common.launch import Launches
-from mlacast.kernels.common.packed_bf16 import widened
+from mlacast.kernels.common.packed_bf16 import widen
 from mlacast.kernels.common.record_places import (
+    find_record_places,
     flat_records,
     page_division,
-    record_places,
 )
 from mlacast.kernels.config.caches import (
     AppendConfig,
@@ -30,14 +30,14 @@ from mlacast.kernels.config.caches import (
     record_config,
 )
 from mlacast.kernels.triton.kv_cache_append_columns import (
+    find_turned_pairs,
     load_parts,
-    normed,
+    norm_columns,
     rotate_neighbours,
     rotate_pairs,
-    sum_of_squares,
-    to_bfloat16,
-    turned,
-    turned_pairs,
+    round_to_bfloat16,
+    sum_squares,
+    turn,
 )
 from mlacast.kernels.triton.kv_cache_append_store import (
     encode,
@@ -48,7 +48,7 @@ from mlacast.kernels.triton.kv_cache_append_store import (
 )
 from mlacast.kernels.triton.kv_cache_append_twins import (
     has_lower_twin,
-    in_cache,
+    is_in_cache,
     load_before,
     load_rest,
     load_slots,
@@ -125,7 +125,7 @@ def _kv_cache_append_kernel(
     last_row = num_rows - 1
     # Rows after the last one read what it reads, and are not stored.
     there = tl.minimum(row, last_row)
-    after_previous_kernel(PDL)
+    wait_for_previous_kernel(PDL)
     # Latents, then slots, and no use of either up to a branch: what is behind one in the program
     # the compiler does not wait for before it.
     wide = there.to(tl.int64)
@@ -150,7 +150,7 @@ def _kv_cache_append_kernel(
     doubtful = None
     if PROGRAM.tile > 0:
         near = load_rest(slots_ptr, stride_slots, first, PROGRAM)
-    slot = tl.where(row <= last_row, in_cache(given, num_slots), -1)
+    slot = tl.where(row <= last_row, is_in_cache(given, num_slots), -1)
     if PROGRAM.tile > 0:
         doubtful = may_have_twins(
             slots_ptr, stride_slots, first, slot, before, near, num_slots, PROGRAM
@@ -158,7 +158,7 @@ def _kv_cache_append_kernel(
     if LATENT.has_rope:
         angle = tl.minimum(tl.maximum(position.to(tl.int64), 0), table_rows - 1) * stride_table
         if TURNS:
-            angles = table_ptr + angle[:, None] + turned_pairs(C, LATENT.half_pairing)[None, :]
+            angles = table_ptr + angle[:, None] + find_turned_pairs(C, LATENT.half_pairing)[None, :]
             if not LATENT.half_pairing:
                 cos_b = tl.load(angles + 4)
                 sin_b = tl.load(angles + 36)
@@ -180,27 +180,29 @@ def _kv_cache_append_kernel(
     else:
         weight_a, weight_b, weight_tail, weight_end = None, None, None, None
     write = (slot >= 0) & (twin == 0)
-    data, scale = record_places(
+    data, scale = find_record_places(
         slot, write, page_size, page_inverse, page_shift, stride_page, RECORD
     )
     if LATENT.has_norm:
         EXACT: tl.constexpr = a[0].dtype != tl.float32
-        mean = sum_of_squares(a, b, ROWS, C, RUN, EXACT, NATIVE) * 0.001953125
+        mean = sum_squares(a, b, ROWS, C, RUN, EXACT, NATIVE) * 0.001953125
         factor = tl.math.div_rn(1.0, tl.math.sqrt_rn(mean + eps))
         if D_QK == 512 and HAS_TAIL:
             # What is rotated is rounded once more.
             IS_LAST: tl.constexpr = KEEPS_NAN and not LATENT.has_rope
-            tail = normed(widened(tail, NATIVE), factor, weight_tail, IS_LAST, NATIVE)
+            tail = norm_columns(widen(tail, NATIVE), factor, weight_tail, IS_LAST, NATIVE)
             if IN_HALVES:
-                tail_end = normed(widened(tail_end, NATIVE), factor, weight_end, IS_LAST, NATIVE)
+                tail_end = norm_columns(
+                    widen(tail_end, NATIVE), factor, weight_end, IS_LAST, NATIVE
+                )
     if LATENT.has_rope and HAS_TAIL:
         if IN_HALVES:
             tail, tail_end = rotate_pairs(
-                widened(tail, NATIVE), widened(tail_end, NATIVE), cos, sin, KEEPS_NAN, NATIVE
+                widen(tail, NATIVE), widen(tail_end, NATIVE), cos, sin, KEEPS_NAN, NATIVE
             )
         else:
-            tail = to_bfloat16(
-                rotate_neighbours(widened(tail, NATIVE), cos, sin, ROWS, 64), KEEPS_NAN, NATIVE
+            tail = round_to_bfloat16(
+                rotate_neighbours(widen(tail, NATIVE), cos, sin, ROWS, 64), KEEPS_NAN, NATIVE
             )
     scales = ()
     for part in tl.static_range(PARTS):
@@ -208,15 +210,15 @@ def _kv_cache_append_kernel(
         if LATENT.has_norm:
             one = weight_a[part] if LATENT.has_weight else None
             other = weight_b[part] if LATENT.has_weight else None
-            x = normed(widened(x, NATIVE), factor, one, RECORD.name == "rows", NATIVE)
-            y = normed(widened(y, NATIVE), factor, other, RECORD.name == "rows", NATIVE)
+            x = norm_columns(widen(x, NATIVE), factor, one, RECORD.name == "rows", NATIVE)
+            y = norm_columns(widen(y, NATIVE), factor, other, RECORD.name == "rows", NATIVE)
         if TURNS and part == PARTS - 1:
-            x = turned(x, cos, sin, LATENT.half_pairing, NATIVE)
+            x = turn(x, cos, sin, LATENT.half_pairing, NATIVE)
             if LATENT.half_pairing:
                 # Twice as many: those of ``b`` are near by now, and few registers are left before.
                 cos_b = tl.load(angles + 8)
                 sin_b = tl.load(angles + 40)
-            y = turned(y, cos_b, sin_b, LATENT.half_pairing, NATIVE)
+            y = turn(y, cos_b, sin_b, LATENT.half_pairing, NATIVE)
         if RECORD.name == "rows" or RECORD.name == "fp8":
             store_part(x, y, cache_ptr, data, write, 2 * C * part, MAIN, RECORD, NATIVE)
         else:

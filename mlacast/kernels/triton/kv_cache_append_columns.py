@@ -8,8 +8,8 @@ A row's first 512 dimensions are parts, one behind the other, and a part is two 
 import triton
 import triton.language as tl
 
-from mlacast.kernels.common.fp8_casts import as_float32, to_bf16_bits
-from mlacast.kernels.common.packed_bf16 import chosen, widened, with_one_nan
+from mlacast.kernels.common.fp8_casts import cast_to_bf16_bits, cast_to_float32
+from mlacast.kernels.common.packed_bf16 import choose_bits, replace_nans, widen
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def load_parts(places, PARTS: tl.constexpr, STEP: tl.constexpr, RUN: tl.constexp
 
 
 @triton.jit
-def _sum_of_neighbours(x, ROWS: tl.constexpr, N: tl.constexpr, LEVELS: tl.constexpr):
+def _sum_neighbours(x, ROWS: tl.constexpr, N: tl.constexpr, LEVELS: tl.constexpr):
     """Sums of 2**LEVELS neighbours of [ROWS, N], two at a time."""
     for level in tl.static_range(LEVELS):
         # A sum of two is the same in either order; one of more is what the compiler makes of it.
@@ -32,7 +32,7 @@ def _sum_of_neighbours(x, ROWS: tl.constexpr, N: tl.constexpr, LEVELS: tl.conste
 
 
 @triton.jit
-def _squares(x, ROWS: tl.constexpr, N: tl.constexpr, EXACT: tl.constexpr):
+def _square_pairs(x, ROWS: tl.constexpr, N: tl.constexpr, EXACT: tl.constexpr):
     """Sums of the squares of two neighbours each of [ROWS, N]."""
     if EXACT:
         one, other = tl.split(tl.reshape(x, (ROWS, N // 2, 2)))
@@ -43,7 +43,7 @@ def _squares(x, ROWS: tl.constexpr, N: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _sum_of_part(
+def _sum_part(
     a,
     b,
     ROWS: tl.constexpr,
@@ -55,14 +55,14 @@ def _sum_of_part(
     """Sums over the squares of 2 * C neighbours, RUN of ``a`` and ``b`` [ROWS, C] in turn."""
     LEVELS: tl.constexpr = 7 if C == 256 else (6 if C == 128 else 5)
     IN_RUN: tl.constexpr = 2 if RUN == 8 else LEVELS
-    left = _sum_of_neighbours(_squares(widened(a, NATIVE), ROWS, C, EXACT), ROWS, C // 2, IN_RUN)
-    right = _sum_of_neighbours(_squares(widened(b, NATIVE), ROWS, C, EXACT), ROWS, C // 2, IN_RUN)
-    total = _sum_of_neighbours(left + right, ROWS, C // RUN, LEVELS - IN_RUN)
+    left = _sum_neighbours(_square_pairs(widen(a, NATIVE), ROWS, C, EXACT), ROWS, C // 2, IN_RUN)
+    right = _sum_neighbours(_square_pairs(widen(b, NATIVE), ROWS, C, EXACT), ROWS, C // 2, IN_RUN)
+    total = _sum_neighbours(left + right, ROWS, C // RUN, LEVELS - IN_RUN)
     return tl.reshape(total, (ROWS,))
 
 
 @triton.jit
-def sum_of_squares(
+def sum_squares(
     a,
     b,
     ROWS: tl.constexpr,
@@ -78,7 +78,7 @@ def sum_of_squares(
     """
     sums = ()
     for part in tl.static_range(len(a)):
-        sums = sums + (_sum_of_part(a[part], b[part], ROWS, C, RUN, EXACT, NATIVE),)
+        sums = sums + (_sum_part(a[part], b[part], ROWS, C, RUN, EXACT, NATIVE),)
     if len(sums) == 1:
         return sums[0]
     elif len(sums) == 2:
@@ -88,17 +88,17 @@ def sum_of_squares(
 
 
 @triton.jit
-def to_bfloat16(x, KEEPS_NAN: tl.constexpr, NATIVE: tl.constexpr):
+def round_to_bfloat16(x, KEEPS_NAN: tl.constexpr, NATIVE: tl.constexpr):
     """float32 -> bfloat16 bits (int16); which bits a NaN has matters with KEEPS_NAN only."""
     if NATIVE:
         bits = x.to(tl.bfloat16).to(tl.int16, bitcast=True)
-        return with_one_nan(bits) if KEEPS_NAN else bits
+        return replace_nans(bits) if KEEPS_NAN else bits
     else:
-        return to_bf16_bits(x, NATIVE)
+        return cast_to_bf16_bits(x, NATIVE)
 
 
 @triton.jit
-def normed(
+def norm_columns(
     x,
     factor,
     weight,
@@ -115,9 +115,9 @@ def normed(
         ROWS: tl.constexpr = x.shape[0]
         C: tl.constexpr = x.shape[1]
         N: tl.constexpr = weight.shape[0]
-        by_pass = tl.reshape(x, (ROWS // N, N, C)) * widened(weight, NATIVE)[None, :, :]
+        by_pass = tl.reshape(x, (ROWS // N, N, C)) * widen(weight, NATIVE)[None, :, :]
         x = tl.reshape(by_pass, (ROWS, C))
-    return to_bfloat16(x, KEEPS_NAN, NATIVE)
+    return round_to_bfloat16(x, KEEPS_NAN, NATIVE)
 
 
 @triton.jit
@@ -131,12 +131,12 @@ def rotate_neighbours(x, cos, sin, ROWS: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def rotate_pairs(first, second, cos, sin, KEEPS_NAN: tl.constexpr, NATIVE: tl.constexpr):
     """Rotate pairs by ``cos``, ``sin``, float32 of one shape: bfloat16 bits (int16) of both."""
-    rotated = to_bfloat16(first * cos - second * sin, KEEPS_NAN, NATIVE)
-    return rotated, to_bfloat16(second * cos + first * sin, KEEPS_NAN, NATIVE)
+    rotated = round_to_bfloat16(first * cos - second * sin, KEEPS_NAN, NATIVE)
+    return rotated, round_to_bfloat16(second * cos + first * sin, KEEPS_NAN, NATIVE)
 
 
 @triton.jit
-def turned_pairs(C: tl.constexpr, HALF_PAIRING: tl.constexpr):
+def find_turned_pairs(C: tl.constexpr, HALF_PAIRING: tl.constexpr):
     """Pairs of the last 32 columns of a tile ``a`` [ROWS, C] of the last part.
 
     One number a column with HALF_PAIRING, else one for two; columns before get the same numbers.
@@ -150,7 +150,7 @@ def turned_pairs(C: tl.constexpr, HALF_PAIRING: tl.constexpr):
 
 
 @triton.jit
-def turned(x, cos, sin, HALF_PAIRING: tl.constexpr, NATIVE: tl.constexpr):
+def turn(x, cos, sin, HALF_PAIRING: tl.constexpr, NATIVE: tl.constexpr):
     """Rotate the last 32 columns of a tile ``x`` [ROWS, C] of the last part."""
     ROWS: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
@@ -162,14 +162,16 @@ def turned(x, cos, sin, HALF_PAIRING: tl.constexpr, NATIVE: tl.constexpr):
         partner = tl.reshape(pairs ^ tl.xor_sum(pairs, 2, keep_dims=True), (ROWS, C)).to(bits.dtype)
         partner = partner.to(tl.float32, bitcast=True) if x.dtype == tl.float32 else partner
         sin = tl.where((group // 2 % 2 == 0)[None, :], -sin, sin)
-        out = widened(x, NATIVE) * cos + widened(partner, NATIVE) * sin
+        out = widen(x, NATIVE) * cos + widen(partner, NATIVE) * sin
     else:
-        out = rotate_neighbours(widened(x, NATIVE), cos, sin, ROWS, C)
-    out = to_bfloat16(out, False, NATIVE)
+        out = rotate_neighbours(widen(x, NATIVE), cos, sin, ROWS, C)
+    out = round_to_bfloat16(out, False, NATIVE)
     is_turned = (group >= C // 8 - 4)[None, :]
     if NATIVE and x.dtype == tl.int16:
-        return chosen(tl.broadcast_to(tl.where(is_turned, -1, 0).to(tl.int16), (ROWS, C)), out, x)
+        return choose_bits(
+            tl.broadcast_to(tl.where(is_turned, -1, 0).to(tl.int16), (ROWS, C)), out, x
+        )
     elif x.dtype == tl.int16:
         return tl.where(is_turned, out, x)
     else:
-        return tl.where(is_turned, widened(out, NATIVE), as_float32(x))
+        return tl.where(is_turned, widen(out, NATIVE), cast_to_float32(x))

@@ -12,22 +12,22 @@ infinities NaN and the rest signed zeros).
 import triton
 import triton.language as tl
 
-from mlacast.kernels.common.fp8_casts import as_float32, from_e4m3, to_fp8
+from mlacast.kernels.common.fp8_casts import cast_from_e4m3, cast_to_float32, cast_to_fp8
 from mlacast.kernels.common.numbers import encode_e2m1_numbers
 from mlacast.kernels.common.packed_bf16 import (
-    bf16_to_e2m1,
-    bf16_to_e4m3,
-    larger_bf16,
-    paired_codes,
-    reciprocal,
-    widened,
+    cast_bf16_to_e2m1,
+    cast_bf16_to_e4m3,
+    choose_larger_bf16,
+    estimate_reciprocal,
+    pair_codes,
+    widen,
 )
 
 _INFINITY = tl.constexpr(0x7F800000)
 
 
 @triton.jit
-def _merged(a, b, ROWS: tl.constexpr, C: tl.constexpr, RUN: tl.constexpr):
+def _merge_runs(a, b, ROWS: tl.constexpr, C: tl.constexpr, RUN: tl.constexpr):
     """[ROWS, 2 * C] of ``a`` and ``b`` [ROWS, C], RUN columns of each in turn."""
     one = tl.reshape(a, (ROWS, C // RUN, RUN))
     other = tl.reshape(b, (ROWS, C // RUN, RUN))
@@ -35,48 +35,52 @@ def _merged(a, b, ROWS: tl.constexpr, C: tl.constexpr, RUN: tl.constexpr):
 
 
 @triton.jit
-def _per_column(group, ROWS: tl.constexpr, GROUPS: tl.constexpr, C: tl.constexpr):
+def _repeat_per_column(group, ROWS: tl.constexpr, GROUPS: tl.constexpr, C: tl.constexpr):
     """A value of each of GROUPS groups, for every column [ROWS, C]."""
     wide = tl.broadcast_to(tl.expand_dims(group, 2), (ROWS, GROUPS, C // GROUPS))
     return tl.reshape(wide, (ROWS, C))
 
 
 @triton.jit
-def _largest(a, b, ROWS: tl.constexpr, C: tl.constexpr, GROUPS: tl.constexpr, NATIVE: tl.constexpr):
+def _find_largest(
+    a, b, ROWS: tl.constexpr, C: tl.constexpr, GROUPS: tl.constexpr, NATIVE: tl.constexpr
+):
     """float32 bits of the largest magnitude of each group, int32 [ROWS, GROUPS].
 
     NaN is above infinity.
     """
     if NATIVE and a.dtype == tl.int16:
         # Halves of what a thread has meet, so that pairs stay pairs as long as possible.
-        halves = tl.permute(tl.reshape(larger_bf16(a, b), (ROWS, C // 8, 2, 4)), (0, 1, 3, 2))
-        left, right = tl.split(halves)
         halves = tl.permute(
-            tl.reshape(larger_bf16(left, right), (ROWS, C // 8, 2, 2)), (0, 1, 3, 2)
+            tl.reshape(choose_larger_bf16(a, b), (ROWS, C // 8, 2, 4)), (0, 1, 3, 2)
         )
         left, right = tl.split(halves)
-        bits = (larger_bf16(left, right).to(tl.int32) & 0x7FFF) << 16
+        halves = tl.permute(
+            tl.reshape(choose_larger_bf16(left, right), (ROWS, C // 8, 2, 2)), (0, 1, 3, 2)
+        )
+        left, right = tl.split(halves)
+        bits = (choose_larger_bf16(left, right).to(tl.int32) & 0x7FFF) << 16
         return tl.max(tl.reshape(bits, (ROWS, GROUPS, C // 4 // GROUPS)), 2)
     else:
-        bits = as_float32(a).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        bits = tl.maximum(bits, as_float32(b).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        bits = cast_to_float32(a).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        bits = tl.maximum(bits, cast_to_float32(b).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
         return tl.max(tl.reshape(bits, (ROWS, GROUPS, C // GROUPS)), 2)
 
 
 @triton.jit
-def _pow2_codes(x, inverse, NATIVE: tl.constexpr):
+def _encode_pow2_codes(x, inverse, NATIVE: tl.constexpr):
     """E4M3 codes (uint8) of ``x`` times ``inverse``, float32 of the same shape."""
     if NATIVE and x.dtype == tl.int16:
-        return bf16_to_e4m3(x, (inverse.to(tl.int32, bitcast=True) >> 16).to(tl.int16))
+        return cast_bf16_to_e4m3(x, (inverse.to(tl.int32, bitcast=True) >> 16).to(tl.int16))
     else:
-        return to_fp8(as_float32(x) * inverse, False, NATIVE)
+        return cast_to_fp8(cast_to_float32(x) * inverse, False, NATIVE)
 
 
 @triton.jit
 def encode_fp8(a, b, ROWS: tl.constexpr, C: tl.constexpr, NATIVE: tl.constexpr):
     """E4M3 codes (uint8 [ROWS, N]) without scales."""
-    codes = to_fp8(widened(a, NATIVE), False, NATIVE)
-    return _merged(codes, to_fp8(widened(b, NATIVE), False, NATIVE), ROWS, C, 8)
+    codes = cast_to_fp8(widen(a, NATIVE), False, NATIVE)
+    return _merge_runs(codes, cast_to_fp8(widen(b, NATIVE), False, NATIVE), ROWS, C, 8)
 
 
 @triton.jit
@@ -94,7 +98,7 @@ def encode_pow2(
     The scales are UE8M0 bytes (int32), for V32 the bits of their float32 values.
     """
     GROUPS: tl.constexpr = 2 * C // VEC
-    largest = _largest(a, b, ROWS, C, GROUPS, NATIVE)
+    largest = _find_largest(a, b, ROWS, C, GROUPS, NATIVE)
     # The smallest power of two not below largest / 448, and not below 1e-4: 448 is 1.75 * 2**8, so
     # a mantissa above 1.75 carries into the exponent. No quotient is so near a power of two that
     # rounding it to float32 would decide.
@@ -108,8 +112,10 @@ def encode_pow2(
         special = tl.where(largest == _INFINITY, 0.0, float("nan"))
         inverse = tl.where(largest >= _INFINITY, special, inverse)
         scales = tl.where(largest >= _INFINITY, 0xFF, exponent)
-    wide = _per_column(inverse, ROWS, GROUPS, C)
-    codes = _merged(_pow2_codes(a, wide, NATIVE), _pow2_codes(b, wide, NATIVE), ROWS, C, 8)
+    wide = _repeat_per_column(inverse, ROWS, GROUPS, C)
+    codes = _merge_runs(
+        _encode_pow2_codes(a, wide, NATIVE), _encode_pow2_codes(b, wide, NATIVE), ROWS, C, 8
+    )
     return codes, scales
 
 
@@ -131,7 +137,7 @@ def _encode_e2m1_over(x, scale):
 
 
 @triton.jit
-def _fp4_pairs(
+def _encode_fp4_pairs(
     x,
     decoded,
     forced,
@@ -141,7 +147,7 @@ def _fp4_pairs(
     NVFP4: tl.constexpr,
 ):
     """E2M1 codes, two a byte (uint8 [ROWS, C / 2]); ``forced`` replaces bytes unless negative."""
-    grouped = tl.reshape(as_float32(x), (ROWS, GROUPS, C // GROUPS))
+    grouped = tl.reshape(cast_to_float32(x), (ROWS, GROUPS, C // GROUPS))
     if NVFP4:
         inverse = tl.math.div_rn(1.0, tl.where(decoded == 0.0, 1.0, decoded))
         codes = encode_e2m1_numbers(grouped * tl.expand_dims(inverse, 2))
@@ -154,8 +160,8 @@ def _fp4_pairs(
 
 
 @triton.jit
-def _factors_of_pairs(decoded, finite, NVFP4: tl.constexpr):
-    """What ``bf16_to_e2m1`` takes of a scale ``decoded`` (float32) of a group."""
+def _find_pair_factors(decoded, finite, NVFP4: tl.constexpr):
+    """What ``cast_bf16_to_e2m1`` takes of a scale ``decoded`` (float32) of a group."""
     bits = decoded.to(tl.int32, bitcast=True)
     mantissa = bits & 0x7FFFFF
     # A group without a scale has codes of zeros, one that is not finite the largest.
@@ -165,7 +171,7 @@ def _factors_of_pairs(decoded, finite, NVFP4: tl.constexpr):
     signs = tl.where(counts, 8, 0).to(tl.uint8)
     # Rounded to float16, what is left of a tie would be below it for one of eight mantissas.
     above: tl.constexpr = 1.00006103515625
-    inverse = reciprocal((mantissa | 0x40000000).to(tl.float32, bitcast=True))
+    inverse = estimate_reciprocal((mantissa | 0x40000000).to(tl.float32, bitcast=True))
     nudge = tl.zeros(bits.shape, tl.int16)
     if NVFP4:
         # The float32 reciprocal of 1.875 times a power of two is too large: what it makes of a
@@ -180,7 +186,7 @@ def _factors_of_pairs(decoded, finite, NVFP4: tl.constexpr):
 
 
 @triton.jit
-def _packed_fp4_pairs(
+def _encode_packed_fp4_pairs(
     x,
     power,
     added,
@@ -192,16 +198,16 @@ def _packed_fp4_pairs(
     GROUPS: tl.constexpr,
 ):
     """E2M1 codes, two a byte (uint8 [ROWS, C / 2]), of bfloat16 bits; the rest is of groups."""
-    codes = bf16_to_e2m1(
+    codes = cast_bf16_to_e2m1(
         x,
-        _per_column(power, ROWS, GROUPS, C),
-        _per_column(added, ROWS, GROUPS, C),
-        _per_column(inverse, ROWS, GROUPS, C),
-        _per_column(nudge, ROWS, GROUPS, C),
-        _per_column(signs, ROWS, GROUPS, C),
+        _repeat_per_column(power, ROWS, GROUPS, C),
+        _repeat_per_column(added, ROWS, GROUPS, C),
+        _repeat_per_column(inverse, ROWS, GROUPS, C),
+        _repeat_per_column(nudge, ROWS, GROUPS, C),
+        _repeat_per_column(signs, ROWS, GROUPS, C),
     )
     low, high = tl.split(tl.reshape(codes, (ROWS, C // 2, 2)))
-    return paired_codes(low, high)
+    return pair_codes(low, high)
 
 
 @triton.jit
@@ -214,7 +220,7 @@ def encode_fp4(
     is at least 2**-9 and codes come from the quotient.
     """
     GROUPS: tl.constexpr = C // 8
-    largest = _largest(a, b, ROWS, C, GROUPS, NATIVE)
+    largest = _find_largest(a, b, ROWS, C, GROUPS, NATIVE)
     finite = largest < _INFINITY
     value = largest.to(tl.float32, bitcast=True)
     PACKED: tl.constexpr = NATIVE and a.dtype == tl.int16
@@ -223,18 +229,18 @@ def encode_fp4(
     ratio = value * 0.16666667163372040 if PACKED else tl.math.div_rn(value, 6.0)
     if not NVFP4:
         ratio = tl.maximum(ratio, 0.001953125)
-    scales = to_fp8(tl.where(finite, ratio, 0.0), False, NATIVE)
-    decoded = from_e4m3(scales, NATIVE)
+    scales = cast_to_fp8(tl.where(finite, ratio, 0.0), False, NATIVE)
+    decoded = cast_from_e4m3(scales, NATIVE)
     if PACKED:
-        power, added, inverse, nudge, signs = _factors_of_pairs(decoded, finite, NVFP4)
-        codes = _packed_fp4_pairs(a, power, added, inverse, nudge, signs, ROWS, C, GROUPS)
-        other = _packed_fp4_pairs(b, power, added, inverse, nudge, signs, ROWS, C, GROUPS)
+        power, added, inverse, nudge, signs = _find_pair_factors(decoded, finite, NVFP4)
+        codes = _encode_packed_fp4_pairs(a, power, added, inverse, nudge, signs, ROWS, C, GROUPS)
+        other = _encode_packed_fp4_pairs(b, power, added, inverse, nudge, signs, ROWS, C, GROUPS)
     else:
         # What becomes of the bytes of a group whose elements do not matter.
         forced = tl.where(finite, -1, 0x77)
         if NVFP4:
             forced = tl.where(finite & (scales == 0), 0, forced)
-        codes = _fp4_pairs(a, decoded, forced, ROWS, C, GROUPS, NVFP4)
-        other = _fp4_pairs(b, decoded, forced, ROWS, C, GROUPS, NVFP4)
+        codes = _encode_fp4_pairs(a, decoded, forced, ROWS, C, GROUPS, NVFP4)
+        other = _encode_fp4_pairs(b, decoded, forced, ROWS, C, GROUPS, NVFP4)
     scales = tl.where(finite, scales, 0x7F).to(tl.uint8)
-    return _merged(codes, other, ROWS, C // 2, 4), scales
+    return _merge_runs(codes, other, ROWS, C // 2, 4), scales

@@ -6,8 +6,8 @@ Tiles are stored by the threads that have them, where that takes no exchange.
 import triton
 import triton.language as tl
 
-from mlacast.kernels.common.fp8_casts import as_float32, to_bf16_bits, to_fp8
-from mlacast.kernels.common.packed_bf16 import widened
+from mlacast.kernels.common.fp8_casts import cast_to_bf16_bits, cast_to_float32, cast_to_fp8
+from mlacast.kernels.common.packed_bf16 import widen
 from mlacast.kernels.triton.kv_cache_append_encode import encode_fp4, encode_fp8, encode_pow2
 
 
@@ -28,19 +28,19 @@ def _store(cache_ptr, start, values, mask, last: tl.constexpr, run: tl.constexpr
 
 
 @triton.jit
-def _beside_each_other(parts):
+def _join_parts(parts):
     """[ROWS, n * N] of n tiles [ROWS, N], a power of two."""
     if len(parts) == 1:
         return parts[0]
     else:
         HALF: tl.constexpr = len(parts) // 2
-        left, right = _beside_each_other(parts[:HALF]), _beside_each_other(parts[HALF:])
+        left, right = _join_parts(parts[:HALF]), _join_parts(parts[HALF:])
         both = tl.permute(tl.join(left, right), (0, 2, 1))
         return tl.reshape(both, (left.shape[0], 2 * left.shape[1]))
 
 
 @triton.jit
-def _bf16_bytes(bits, ROWS: tl.constexpr, C: tl.constexpr):
+def _split_bf16_into_bytes(bits, ROWS: tl.constexpr, C: tl.constexpr):
     """int16 [ROWS, C] -> its bytes, uint8 [ROWS, 2 * C]: a record may start at any address."""
     wide = bits.to(tl.int32)
     pairs = tl.join((wide & 0xFF).to(tl.uint8), ((wide >> 8) & 0xFF).to(tl.uint8))
@@ -48,19 +48,19 @@ def _bf16_bytes(bits, ROWS: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _word_bytes(words, ROWS: tl.constexpr, C: tl.constexpr):
+def _split_words_into_bytes(words, ROWS: tl.constexpr, C: tl.constexpr):
     """int32 [ROWS, C] -> its bytes, uint8 [ROWS, 4 * C]."""
     shifted = tl.expand_dims(words, 2) >> (tl.arange(0, 4) * 8)[None, None, :]
     return tl.reshape((shifted & 0xFF).to(tl.uint8), (ROWS, 4 * C))
 
 
 @triton.jit
-def _bits_of(x, NATIVE: tl.constexpr):
+def _view_bits(x, NATIVE: tl.constexpr):
     """bfloat16 bits (int16) of a tile; bits stay as they are."""
     if x.dtype == tl.int16:
         return x
     else:
-        return to_bf16_bits(as_float32(x), NATIVE)
+        return cast_to_bf16_bits(cast_to_float32(x), NATIVE)
 
 
 @triton.jit
@@ -70,7 +70,7 @@ def encode(a, b, RECORD: tl.constexpr, NATIVE: tl.constexpr):
     C: tl.constexpr = a.shape[1]
     if RECORD.name == "v32":
         codes, scales = encode_pow2(a, b, ROWS, C, 128, True, NATIVE)
-        return codes, _word_bytes(scales, ROWS, C // 64)
+        return codes, _split_words_into_bytes(scales, ROWS, C // 64)
     elif RECORD.name == "v4":
         codes, scales = encode_pow2(a, b, ROWS, C, 64, False, NATIVE)
         return codes, scales.to(tl.uint8)
@@ -101,9 +101,9 @@ def store_part(
         codes = encode_fp8(a, b, a.shape[0], C, NATIVE)
         _store(cache_ptr, data + FIRST, codes, write, COUNT, 16)
     else:
-        _store(cache_ptr, data + FIRST, _bits_of(a, NATIVE), write, C, C)
+        _store(cache_ptr, data + FIRST, _view_bits(a, NATIVE), write, C, C)
         if COUNT > C:
-            _store(cache_ptr, data + (FIRST + C), _bits_of(b, NATIVE), write, COUNT - C, C)
+            _store(cache_ptr, data + (FIRST + C), _view_bits(b, NATIVE), write, COUNT - C, C)
 
 
 @triton.jit
@@ -138,7 +138,7 @@ def store_scales(cache_ptr, start, parts, write, MAIN: tl.constexpr, RECORD: tl.
                 scales = tl.where((tl.arange(0, n) < USED - n * part)[None, :], scales, 0)
             _store(cache_ptr, start + n * part, scales.to(tl.uint8), write, n, 1)
     else:
-        scales = _beside_each_other(parts)
+        scales = _join_parts(parts)
         if USED < N:
             scales = tl.where((tl.arange(0, N) < USED)[None, :], scales, 0).to(tl.uint8)
         # Each of the eight threads of a row has as many as it has computed.
@@ -159,11 +159,11 @@ def store_tail(
     ROWS: tl.constexpr = tail.shape[0]
     N: tl.constexpr = tail.shape[1]
     if RECORD.keeps_tail:
-        plain = _bf16_bytes(_bits_of(tail, NATIVE), ROWS, N)
+        plain = _split_bf16_into_bytes(_view_bits(tail, NATIVE), ROWS, N)
         _store(cache_ptr, data + (RECORD.data - 2 * (RECORD.d_qk - FIRST)), plain, write, 2 * N, 16)
     elif RECORD.name == "rows":
-        _store(cache_ptr, data + FIRST, _bits_of(tail, NATIVE), write, N, 8)
+        _store(cache_ptr, data + FIRST, _view_bits(tail, NATIVE), write, N, 8)
     else:
         tl.static_assert(RECORD.name == "fp8", "others have no more than 512 dimensions")
-        codes = to_fp8(widened(tail, NATIVE), False, NATIVE)
+        codes = cast_to_fp8(widen(tail, NATIVE), False, NATIVE)
         _store(cache_ptr, data + FIRST, codes, write, N, 16)

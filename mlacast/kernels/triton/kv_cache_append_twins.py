@@ -20,7 +20,7 @@ def load_slots(slots_ptr, stride_slots, row):
 
 
 @triton.jit
-def in_cache(slot, num_slots):
+def is_in_cache(slot, num_slots):
     """Slots as int32, -1 where there is none in the cache."""
     # Negative ones are large without a sign.
     if slot.dtype == tl.int64:
@@ -38,7 +38,7 @@ def load_before(slots_ptr, stride_slots, first, last_row, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _places(slots_ptr, stride_slots, start, MANY: tl.constexpr, THREADS: tl.constexpr):
+def _find_places(slots_ptr, stride_slots, start, MANY: tl.constexpr, THREADS: tl.constexpr):
     """Where the slots of rows ``start``.. are, [MANY, THREADS]: a thread has those of a column."""
     # Added one after the other: steps of a thread are constants of its loads.
     one = slots_ptr + start.to(tl.int64) * stride_slots
@@ -64,14 +64,14 @@ def load_rest(slots_ptr, stride_slots, first, PROGRAM: tl.constexpr):
             # How many of a thread there are: a load has one comparison, with a constant.
             many = (left + (WIDTH - 1) - tl.arange(0, WIDTH)) // WIDTH
             there = tl.arange(0, MANY)[:, None] < many[None, :]
-            place = _places(slots_ptr, stride_slots, first - left, MANY, WIDTH)
+            place = _find_places(slots_ptr, stride_slots, first - left, MANY, WIDTH)
             slot = tl.load(place, mask=there, other=-1).to(tl.int32)
         near = near + (slot,)
     return near
 
 
 @triton.jit
-def _distance(slot, low):
+def _measure_distance(slot, low):
     """How far ``slot`` is above ``low``, unsigned: large if below."""
     return (slot - low).to(tl.uint32, bitcast=True)
 
@@ -97,31 +97,35 @@ def may_have_twins(
     row = tl.arange(0, ROWS)
     # Rows that cross into the next page are two runs of neighbours, those from the first slot on
     # and the rest: no slot is in both. No cache has a slot 2**31 - 1.
-    before = in_cache(before, num_slots)
+    before = is_in_cache(before, num_slots)
     # Not loaded: one number for all threads would be waited for at once.
     base = tl.max(tl.where(row == 0, own, -1))
     base = tl.where(base < 0, 0x7FFFFFFF, base)
-    in_first = _distance(own, base) < ROWS
-    before_in_first = _distance(before, base) < ROWS
+    in_first = _measure_distance(own, base) < ROWS
+    before_in_first = _measure_distance(before, base) < ROWS
     # All differ if both runs rise, one after the other.
     rises = (before >= 0) & (own > before) & (in_first == before_in_first)
     follows = (row == 0) | rises | (before_in_first & (in_first == 0))
     span = tl.max(tl.where(in_first, own - base, 0)).to(tl.uint32)
     rest = tl.where(in_first, -1, own)
     next_low = tl.min(tl.where(rest < 0, 0x7FFFFFFF, rest))
-    next_span = _distance(tl.maximum(tl.max(rest), next_low), next_low)
+    next_span = _measure_distance(tl.maximum(tl.max(rest), next_low), next_low)
     # What each thread has of the slots before, without asking others.
     nearest = tl.full((WIDTH,), 0xFFFFFFFF, tl.uint32)
     next_nearest = nearest
     for start in range(0, first // TILE):
         at = start * TILE
-        ahead = tl.load(_places(slots_ptr, stride_slots, at, TILE // WIDTH, WIDTH)).to(tl.int32)
-        nearest = tl.minimum(nearest, tl.min(_distance(ahead, base), 0))
-        next_nearest = tl.minimum(next_nearest, tl.min(_distance(ahead, next_low), 0))
+        ahead = tl.load(_find_places(slots_ptr, stride_slots, at, TILE // WIDTH, WIDTH)).to(
+            tl.int32
+        )
+        nearest = tl.minimum(nearest, tl.min(_measure_distance(ahead, base), 0))
+        next_nearest = tl.minimum(next_nearest, tl.min(_measure_distance(ahead, next_low), 0))
     for half in tl.static_range(2):
         if first % TILE > half * (TILE // 2):
-            nearest = tl.minimum(nearest, tl.min(_distance(near[half], base), 0))
-            next_nearest = tl.minimum(next_nearest, tl.min(_distance(near[half], next_low), 0))
+            nearest = tl.minimum(nearest, tl.min(_measure_distance(near[half], base), 0))
+            next_nearest = tl.minimum(
+                next_nearest, tl.min(_measure_distance(near[half], next_low), 0)
+            )
     meets = (nearest <= span) | (next_nearest <= next_span)
     doubtful = tl.max(tl.where((own < 0) | follows, 0, 1))
     return tl.max(meets.to(tl.int32)) | doubtful

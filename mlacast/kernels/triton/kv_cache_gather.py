@@ -7,14 +7,14 @@ import triton
 import triton.language as tl
 
 from mlacast.descriptors.kv_format import KvFormat
-from mlacast.kernels.common.dependents import after_previous_kernel, overlaps_launches
-from mlacast.kernels.common.fp8_casts import from_e4m3, has_fp8_casts, to_bf16_bits
+from mlacast.kernels.common.dependents import overlaps_launches, wait_for_previous_kernel
+from mlacast.kernels.common.fp8_casts import cast_from_e4m3, cast_to_bf16_bits, has_fp8_casts
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.numbers import decode_ue8m0
 from mlacast.kernels.common.record_places import (
+    find_record_places,
     flat_records,
     page_division,
-    record_places,
 )
 from mlacast.kernels.config.caches import RowsConfig, gather_config, record_config
 
@@ -33,7 +33,7 @@ def _load(cache_ptr, start, N: tl.constexpr, valid, used: tl.constexpr):
 
 
 @triton.jit
-def _words(raw, ROWS: tl.constexpr, N: tl.constexpr, BYTES: tl.constexpr):
+def _join_bytes(raw, ROWS: tl.constexpr, N: tl.constexpr, BYTES: tl.constexpr):
     """Bytes (uint8 [ROWS, N * BYTES]) as int32 [ROWS, N]: a record may start at any address."""
     lane = tl.arange(0, N * BYTES) % BYTES
     shifted = raw.to(tl.int32) << (lane * 8)[None, :]
@@ -41,14 +41,14 @@ def _words(raw, ROWS: tl.constexpr, N: tl.constexpr, BYTES: tl.constexpr):
 
 
 @triton.jit
-def _scaled(values, scales, ROWS: tl.constexpr, VEC: tl.constexpr):
+def _scale_columns(values, scales, ROWS: tl.constexpr, VEC: tl.constexpr):
     """Multiply [ROWS, 512] by one scale [ROWS, 512 / VEC] per VEC columns."""
     grouped = tl.reshape(values, (ROWS, 512 // VEC, VEC)) * tl.expand_dims(scales, 2)
     return tl.reshape(grouped, (ROWS, 512))
 
 
 @triton.jit
-def _fp4_values(cache_ptr, data, scale, valid, used: tl.constexpr, NATIVE: tl.constexpr):
+def _decode_fp4(cache_ptr, data, scale, valid, used: tl.constexpr, NATIVE: tl.constexpr):
     """E2M1 codes of ``used`` dimensions times E4M3 scales, [ROWS, 512]."""
     ROWS: tl.constexpr = data.shape[0]
     pairs = _load(cache_ptr, data, 256, valid, used // 2).to(tl.int32)
@@ -56,8 +56,8 @@ def _fp4_values(cache_ptr, data, scale, valid, used: tl.constexpr, NATIVE: tl.co
     # Moved up by nine bits, a code is the float16 of 2**-14 times its value.
     bits = ((codes & 0x7) << 9) | ((codes & 0x8) << 12)
     values = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    scales = from_e4m3(_load(cache_ptr, scale, 32, valid, used // 16), NATIVE)
-    return _scaled(values, scales * 16384.0, ROWS, 16)
+    scales = cast_from_e4m3(_load(cache_ptr, scale, 32, valid, used // 16), NATIVE)
+    return _scale_columns(values, scales * 16384.0, ROWS, 16)
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
@@ -83,38 +83,40 @@ def _kv_cache_gather_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     exists = row < num_rows
     row = row.to(tl.int64)
-    after_previous_kernel(PDL)
+    wait_for_previous_kernel(PDL)
     slot = tl.load(slots_ptr + row * stride_slots, mask=exists, other=-1).to(tl.int64)
     valid = exists & (slot >= 0) & (slot < num_slots)
-    data, scale = record_places(
+    data, scale = find_record_places(
         slot, valid, page_size, page_inverse, page_shift, stride_page, RECORD
     )
     MAIN: tl.constexpr = D_QK - 64 if RECORD.keeps_tail else 512
     if RECORD.name == "rows":
         bits = _load(cache_ptr, data, 512, valid, 512)
     elif RECORD.name == "v41_fp4" or RECORD.name == "nvfp4_384":
-        bits = to_bf16_bits(_fp4_values(cache_ptr, data, scale, valid, MAIN, NATIVE), NATIVE)
+        bits = cast_to_bf16_bits(_decode_fp4(cache_ptr, data, scale, valid, MAIN, NATIVE), NATIVE)
     else:
-        values = from_e4m3(_load(cache_ptr, data, 512, valid, MAIN), NATIVE)  # [ROWS, 512]
+        values = cast_from_e4m3(_load(cache_ptr, data, 512, valid, MAIN), NATIVE)  # [ROWS, 512]
         if RECORD.name == "v32":
-            words = _words(_load(cache_ptr, data + 512, 16, valid, 16), ROWS, 4, 4)  # [ROWS, 4]
-            values = _scaled(values, words.to(tl.float32, bitcast=True), ROWS, 128)
+            words = _join_bytes(
+                _load(cache_ptr, data + 512, 16, valid, 16), ROWS, 4, 4
+            )  # [ROWS, 4]
+            values = _scale_columns(values, words.to(tl.float32, bitcast=True), ROWS, 128)
         elif RECORD.name == "v4":
             scales = decode_ue8m0(_load(cache_ptr, scale, 8, valid, 7).to(tl.int32))
-            values = _scaled(values, scales, ROWS, 64)
+            values = _scale_columns(values, scales, ROWS, 64)
         elif RECORD.name == "v41":
             scales = decode_ue8m0(_load(cache_ptr, scale, 16, valid, 16).to(tl.int32))
-            values = _scaled(values, scales, ROWS, 32)
+            values = _scale_columns(values, scales, ROWS, 32)
         else:
             tl.static_assert(RECORD.name == "fp8", "unknown record format")
-        bits = to_bf16_bits(values, NATIVE)
+        bits = cast_to_bf16_bits(values, NATIVE)
     if RECORD.keeps_tail:
         raw = _load(cache_ptr, data + (RECORD.data - 128), 128, valid, 128)  # [ROWS, 128]
-        tail = _words(raw, ROWS, 64, 2).to(tl.int16)  # [ROWS, 64]
+        tail = _join_bytes(raw, ROWS, 64, 2).to(tl.int16)  # [ROWS, 64]
     elif D_QK == 576:
         tail = _load(cache_ptr, data + 512, 64, valid, 64)  # [ROWS, 64]
         if RECORD.name == "fp8":
-            tail = to_bf16_bits(from_e4m3(tail, NATIVE), NATIVE)
+            tail = cast_to_bf16_bits(cast_from_e4m3(tail, NATIVE), NATIVE)
     d = tl.arange(0, 512)
     out = out_ptr + row[:, None] * D_QK
     tl.store(out + d[None, :], bits, mask=exists[:, None] & (d < MAIN)[None, :])

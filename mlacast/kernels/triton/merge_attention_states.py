@@ -10,21 +10,17 @@ import triton
 import triton.language as tl
 
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
-from mlacast.kernels.common.dependents import after_previous_kernel, overlaps_launches
+from mlacast.kernels.common.dependents import overlaps_launches, wait_for_previous_kernel
 from mlacast.kernels.common.fp8_casts import has_fp8_casts
 from mlacast.kernels.common.launch import Launches
-from mlacast.kernels.common.packed_bf16 import widened
+from mlacast.kernels.common.packed_bf16 import widen
 from mlacast.kernels.common.store import NVFP4, Padding, Target, store_rows
 from mlacast.kernels.common.targets import StoreTarget, store_target
+from mlacast.kernels.config.merge_attention_states import merge_config
 from mlacast.kernels.config.output import OutputConfig
 
 # Parts that one launch reads; more are merged in turn, by way of a float32 result.
 _PARTS = 4
-# Features of a row of a tile, and its rows: so many tokens by so many neighbouring rows.
-_WIDTH = 128
-_BLOCK_T = 8
-_BLOCK_B = 8
-_NUM_WARPS = 8
 
 # Counts and strides that vary while serving must not pick another variant of the kernel.
 _VARYING = [
@@ -79,16 +75,11 @@ class Places(NamedTuple):
 
 
 @triton.jit
-def _find_places(
-    token,
-    block,
-    in_range,
-    D: tl.constexpr,
-    FEATURES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BY_16: tl.constexpr,
-):
+def _find_places(token, block, in_range, MERGE: tl.constexpr, BY_16: tl.constexpr):
     """The `Places` of blocks of features; arguments [ROWS, 1], of which ``in_range`` exist."""
+    D: tl.constexpr = MERGE.d
+    FEATURES: tl.constexpr = MERGE.features
+    WIDTH: tl.constexpr = MERGE.width
     element = tl.arange(0, WIDTH)[None, :]
     if D % WIDTH == 0:
         head = block // (D // WIDTH)
@@ -135,13 +126,13 @@ def _load_out(part, places, lse, BY_16: tl.constexpr, WIDTH: tl.constexpr, NATIV
     else:
         loaded = tl.load(ptr + offsets, mask=live, other=0.0)
     if NATIVE and loaded.dtype == tl.bfloat16:
-        return widened(loaded.to(tl.int16, bitcast=True), NATIVE)
+        return widen(loaded.to(tl.int16, bitcast=True), NATIVE)
     else:
         return loaded.to(tl.float32)
 
 
 @triton.jit
-def _factor(weight, lse, inverse, is_empty):
+def _share_weight(weight, lse, inverse, is_empty):
     """Weight of a part among all. That of an empty one is -0.0, so that it adds -0.0: nothing.
 
     A lone live part so keeps the sign of its zeros. Rows of empty parts only are 0.0.
@@ -185,10 +176,10 @@ def _merge_parts(
     # A lone live part has the weight 1 and comes back as it is.
     inverse = tl.math.div_rn(1.0, tl.where(is_empty, 1.0, total))
     x = _load_out(parts[0], places, lses[0], BY_16, WIDTH, NATIVE)
-    out = x * _factor(weights[0], lses[0], inverse, is_empty)
+    out = x * _share_weight(weights[0], lses[0], inverse, is_empty)
     for number in tl.static_range(1, PARTS):
         x = _load_out(parts[number], places, lses[number], BY_16, WIDTH, NATIVE)
-        factor = _factor(weights[number], lses[number], inverse, is_empty)
+        factor = _share_weight(weights[number], lses[number], inverse, is_empty)
         out = tl.fma(x, tl.broadcast_to(factor, x.shape), out)
     return out
 
@@ -234,12 +225,7 @@ def _merge_attention_states_kernel(
     stride_sf_word,
     row_start,
     padding_rows,
-    PARTS: tl.constexpr,
-    D: tl.constexpr,
-    FEATURES: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    WIDTH: tl.constexpr,
+    MERGE: tl.constexpr,
     NATIVE: tl.constexpr,
     PDL: tl.constexpr,
     OUTPUT: tl.constexpr,
@@ -251,9 +237,14 @@ def _merge_attention_states_kernel(
     one weight for each part; else every element has its own. FEATURES is the number of them where
     the last block is not full, else 0. Grid: (ceil(T / BLOCK_T) * ceil(num_blocks / BLOCK_B),).
     """
+    BLOCK_T: tl.constexpr = MERGE.block_t
+    BLOCK_B: tl.constexpr = MERGE.block_b
+    WIDTH: tl.constexpr = MERGE.width
+    D: tl.constexpr = MERGE.d
+    FEATURES: tl.constexpr = MERGE.features
     ROWS: tl.constexpr = BLOCK_T * BLOCK_B
     BY_16: tl.constexpr = D % WIDTH == 0 and OUTPUT.kind == NVFP4
-    after_previous_kernel(PDL)
+    wait_for_previous_kernel(PDL)
     columns = tl.cdiv(num_blocks, BLOCK_B)
     first_token = (tl.program_id(0) // columns) * BLOCK_T
     lane = tl.arange(0, ROWS)[:, None]
@@ -262,7 +253,7 @@ def _merge_attention_states_kernel(
     has_block = block < num_blocks
     in_range = has_block & (token < num_tokens)
     token = token.to(tl.int64)
-    places = _find_places(token, block, in_range, D, FEATURES, WIDTH, BY_16)
+    places = _find_places(token, block, in_range, MERGE, BY_16)
     parts = (
         Part(
             out0_ptr,
@@ -298,7 +289,7 @@ def _merge_attention_states_kernel(
         ),
     )
     sums = (lse_ptr, stride_token_lse, stride_head_lse)
-    out = _merge_parts(parts, places, sums, PARTS, WIDTH, BY_16, NATIVE)
+    out = _merge_parts(parts, places, sums, MERGE.parts, WIDTH, BY_16, NATIVE)
     target = Target(
         data_ptr,
         sf_ptr,
@@ -310,9 +301,8 @@ def _merge_attention_states_kernel(
         stride_sf_word,
         row_start,
     )
-    end = num_tokens.to(tl.int64)
     padding = Padding(
-        end,
+        num_tokens.to(tl.int64),
         tl.where(first_token + BLOCK_T >= num_tokens, padding_rows, 0),
         lane // BLOCK_B,
         has_block,
@@ -383,31 +373,26 @@ def _launch(
     width: int,
 ) -> None:
     """Merge at most ``_PARTS`` parts into ``target`` and ``lse``, given with its strides."""
-    features = num_heads * width
-    blocks = triton.cdiv(features, _WIDTH)
+    config = merge_config(len(parts), num_heads, width)
+    blocks = triton.cdiv(num_heads * width, config.width)
     device = target.tensors["data_ptr"].device
     overlaps = overlaps_launches(device)
     # The arguments of absent parts are those of the first one, and not looked at.
     given = [*parts, *[parts[0]] * (_PARTS - len(parts))]
     launches.launch(
         _merge_attention_states_kernel,
-        (triton.cdiv(num_tokens, _BLOCK_T) * triton.cdiv(blocks, _BLOCK_B),),
+        (triton.cdiv(num_tokens, config.block_t) * triton.cdiv(blocks, config.block_b),),
         *(argument for part in given for argument in part),
         *lse,
         num_tokens,
         blocks,
         *target.tensors.values(),
         *target.numbers.values(),
-        PARTS=len(parts),
-        D=width,
-        FEATURES=features if features % _WIDTH else 0,
-        BLOCK_T=_BLOCK_T,
-        BLOCK_B=_BLOCK_B,
-        WIDTH=_WIDTH,
+        MERGE=config,
         NATIVE=has_fp8_casts(device),
         PDL=overlaps,
         OUTPUT=target.config,
-        num_warps=_NUM_WARPS,
+        num_warps=config.num_warps,
         enable_fp_fusion=False,
         launch_pdl=overlaps,
     )

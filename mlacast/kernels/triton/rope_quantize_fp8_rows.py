@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from mlacast.kernels.common.dependents import after_previous_kernel
-from mlacast.kernels.common.fp8_casts import as_float32, to_fp8
+from mlacast.kernels.common.dependents import wait_for_previous_kernel
+from mlacast.kernels.common.fp8_casts import cast_to_float32, cast_to_fp8
 
 
 class Rows(NamedTuple):
@@ -152,7 +152,7 @@ def find_moves(
 ):
     """The `Moves` of a block of keys or values; ``table`` is a `PageTable`."""
     token, head, exists = _split_row(block, HEADS, num_tokens, ROWS)
-    after_previous_kernel(PDL)
+    wait_for_previous_kernel(PDL)
     page, place = token * 0, token
     if PAGED:
         page, place, exists = _find_places(token, exists, table)
@@ -164,7 +164,7 @@ def _load_rows(x_ptr, row, exists, N: tl.constexpr, BLOCK_N: tl.constexpr):
     """N columns of each row, [ROWS, BLOCK_N], as float32."""
     column = tl.arange(0, BLOCK_N)
     mask = exists[:, None] & (column < N)[None, :]
-    return as_float32(tl.load(x_ptr + row[:, None] + column[None, :], mask=mask))
+    return cast_to_float32(tl.load(x_ptr + row[:, None] + column[None, :], mask=mask))
 
 
 @triton.jit
@@ -172,7 +172,7 @@ def _store_rows(x, out_ptr, row, exists, scale, SIDE: tl.constexpr, CODES: tl.co
     """Scale, cast and store the columns of each row that are not rotated, ``x`` [ROWS, block]."""
     column = tl.arange(0, SIDE.block)
     mask = exists[:, None] & (column < SIDE.columns)[None, :]
-    codes = to_fp8(x * scale, CODES.is_e5m2, CODES.native)
+    codes = cast_to_fp8(x * scale, CODES.is_e5m2, CODES.native)
     tl.store(out_ptr + row[:, None] + column[None, :], codes, mask=mask)
 
 
@@ -185,8 +185,8 @@ def _load_pairs(x_ptr, row, exists, PAIRS: tl.constexpr):
     if PAIRS.half_pairing:
         mask = exists[:, None] & (pair < R // 2)[None, :]
         source = x_ptr + row[:, None] + pair[None, :]
-        first = as_float32(tl.load(source, mask=mask))
-        second = as_float32(tl.load(source + R // 2, mask=mask))
+        first = cast_to_float32(tl.load(source, mask=mask))
+        second = cast_to_float32(tl.load(source + R // 2, mask=mask))
     else:
         x = _load_rows(x_ptr, row, exists, R, 2 * PAIRS.block)
         first, second = tl.split(tl.reshape(x, (ROWS, PAIRS.block, 2)))
@@ -200,7 +200,9 @@ def _load_angles(table_ptr, row, exists, PAIRS: tl.constexpr):
     pair = tl.arange(0, PAIRS.block)
     mask = exists[:, None] & (pair < R // 2)[None, :]
     angle = table_ptr + row[:, None] + pair[None, :]
-    return as_float32(tl.load(angle, mask=mask)), as_float32(tl.load(angle + R // 2, mask=mask))
+    return cast_to_float32(tl.load(angle, mask=mask)), cast_to_float32(
+        tl.load(angle + R // 2, mask=mask)
+    )
 
 
 @triton.jit
@@ -220,8 +222,8 @@ def _store_rotated(
     ROWS: tl.constexpr = first.shape[0]
     BLOCK_PAIRS: tl.constexpr = first.shape[1]
     R: tl.constexpr = PAIRS.columns
-    first_code = to_fp8((first * cos - second * sin) * scale, CODES.is_e5m2, CODES.native)
-    second_code = to_fp8((second * cos + first * sin) * scale, CODES.is_e5m2, CODES.native)
+    first_code = cast_to_fp8((first * cos - second * sin) * scale, CODES.is_e5m2, CODES.native)
+    second_code = cast_to_fp8((second * cos + first * sin) * scale, CODES.is_e5m2, CODES.native)
     if PAIRS.half_pairing:
         pair = tl.arange(0, BLOCK_PAIRS)
         mask = exists[:, None] & (pair < R // 2)[None, :]
@@ -257,7 +259,7 @@ def quantize_queries(
     token, head, exists = _split_row(block, QUERY.heads, num_tokens, PROGRAM.rows)
     plain_row = token * nope.stride_token + head * nope.stride_head
     row = token * rope.stride_token + head * rope.stride_head
-    after_previous_kernel(PDL)
+    wait_for_previous_kernel(PDL)
     if PAGED:
         exists = exists & (tl.load(requests_ptr + token, mask=exists, other=-1) >= 0)
     position = tl.load(angles.positions_ptr + token * angles.stride_positions, mask=exists, other=0)

@@ -37,8 +37,8 @@ from mlacast.kernels.common.sparse_attention import (
     attend_pool,
     find_angles,
     load_query,
+    load_row_length,
     load_scales,
-    row_length,
 )
 from mlacast.kernels.common.store import Target
 from mlacast.kernels.common.targets import store_target
@@ -101,12 +101,12 @@ def _find_blocks(
     EXTRA: tl.constexpr,
 ):
     """The `Blocks` of a split of a token: of the main list, then of the extra list."""
-    length = row_length(entries, token, POOL.has_length)
+    length = load_row_length(entries, token, POOL.has_length)
     main_blocks = tl.cdiv(length, BLOCK_N)
     total_blocks = main_blocks
     extra_length = 0
     if EXTRA is not None:
-        extra_length = row_length(extra_entries, token, EXTRA.has_length)
+        extra_length = load_row_length(extra_entries, token, EXTRA.has_length)
         total_blocks += tl.cdiv(extra_length, BLOCK_N)
     first, last = find_split_blocks(total_blocks, split, num_splits)
     return Blocks(length, extra_length, main_blocks, first, last)

@@ -17,7 +17,7 @@ from mlacast.kernels.common.sparse_attention import (
     find_angles,
     finish_rows,
     load_query,
-    row_length,
+    load_row_length,
 )
 from mlacast.kernels.common.store import Target, store_output
 from mlacast.kernels.common.targets import store_target
@@ -104,7 +104,7 @@ def _sparse_mla_prefill_kernel(
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
     head_start = (tl.program_id(0) % head_blocks) * BLOCK_H
     entries = IndexList(indices_ptr, stride_indices, topk, length_ptr, stride_length)
-    length = row_length(entries, token, POOL.has_length)
+    length = load_row_length(entries, token, POOL.has_length)
     angles = find_angles(
         table_ptr,
         stride_table,

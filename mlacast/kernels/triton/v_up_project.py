@@ -7,18 +7,12 @@ import triton
 import triton.language as tl
 
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
-from mlacast.kernels.common.dependents import after_previous_kernel, overlaps_launches
+from mlacast.kernels.common.dependents import overlaps_launches, wait_for_previous_kernel
 from mlacast.kernels.common.fp8_casts import has_fp8_casts
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.store import Padding, Target, packs_products, store_rows
 from mlacast.kernels.common.targets import store_target
-
-# Up to so many tokens a program holds them all. More fill a larger tile, which reads each weight
-# half as often. Both tiles add the same products in the same order.
-_FEW_TOKENS = 64
-# Latent dimensions per step, and steps in flight: the kernel is bound by reading the weights.
-_BLOCK_K = 64
-_NUM_STAGES = 4
+from mlacast.kernels.config.v_up_project import VUpConfig, v_up_config
 
 # Counts and strides that vary while serving must not pick another variant of the kernel.
 _VARYING = [
@@ -53,8 +47,7 @@ def _v_up_project_kernel(
     stride_sf_word,
     row_start,
     padding_rows,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    TILES: tl.constexpr,
     NATIVE: tl.constexpr,
     PDL: tl.constexpr,
     OUTPUT: tl.constexpr,
@@ -64,7 +57,9 @@ def _v_up_project_kernel(
     Grid: (ceil(T / BLOCK_M) * h,), the blocks of a head side by side, because they share its
     weights.
     """
-    after_previous_kernel(PDL)
+    BLOCK_M: tl.constexpr = TILES.block_m
+    BLOCK_K: tl.constexpr = TILES.block_k
+    wait_for_previous_kernel(PDL)
     blocks = tl.cdiv(num_tokens, BLOCK_M)
     head = tl.program_id(0) // blocks
     first = (tl.program_id(0) % blocks) * BLOCK_M
@@ -104,17 +99,24 @@ def _v_up_project_kernel(
 
 
 def launch_v_up_project(
-    latent_out: torch.Tensor, w_uv: torch.Tensor, *, out: QuantizedTensor
+    latent_out: torch.Tensor,
+    w_uv: torch.Tensor,
+    *,
+    out: QuantizedTensor,
+    config: VUpConfig | None = None,
 ) -> Launches:
-    """Fill ``out``; arguments as in ``mlacast.v_up_project``."""
+    """Fill ``out``; arguments as in ``mlacast.v_up_project``.
+
+    ``config`` is for measurements: None takes the usual one.
+    """
     num_tokens, num_heads, _ = latent_out.shape
     target = store_target(out)
-    block_m = 64 if num_tokens <= _FEW_TOKENS else 128
+    config = config or v_up_config(num_tokens)
     launches = Launches(latent_out.device, target)
     overlaps = overlaps_launches(latent_out.device)
     launches.launch(
         _v_up_project_kernel,
-        (triton.cdiv(num_tokens, block_m) * num_heads,),
+        (triton.cdiv(num_tokens, config.block_m) * num_heads,),
         latent_out,
         latent_out.stride(0),
         latent_out.stride(1),
@@ -125,13 +127,12 @@ def launch_v_up_project(
         num_tokens,
         *target.tensors.values(),
         *target.numbers.values(),
-        BLOCK_M=block_m,
-        BLOCK_K=_BLOCK_K,
+        TILES=config,
         NATIVE=has_fp8_casts(latent_out.device),
         PDL=overlaps,
         OUTPUT=target.config,
-        num_warps=block_m // 16,
-        num_stages=_NUM_STAGES,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         enable_fp_fusion=False,
         launch_pdl=overlaps,
     )

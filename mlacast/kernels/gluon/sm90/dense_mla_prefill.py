@@ -18,9 +18,13 @@ from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.targets import store_target
 from mlacast.kernels.config.sparse_attention import num_multiprocessors
-from mlacast.kernels.gluon.sm90.dense_mla_prefill_attend import attend_role
-from mlacast.kernels.gluon.sm90.dense_mla_prefill_load import load_role
-from mlacast.kernels.gluon.sm90.dense_mla_prefill_sections import choose_sections
+from mlacast.kernels.gluon.sm90.dense_mla_prefill_attend import run_attend_role
+from mlacast.kernels.gluon.sm90.dense_mla_prefill_load import run_load_role
+from mlacast.kernels.gluon.sm90.dense_mla_prefill_sections import (
+    choose_sections,
+    count_programs,
+    sequences_at_once,
+)
 from mlacast.kernels.gluon.sm90.dense_mla_prefill_tiles import (
     BLOCK_N,
     CONSUMERS,
@@ -171,9 +175,9 @@ def dense_mla_prefill_kernel(
     load = (buffers, barriers, sources, order, counter_ptr)
     gl.warp_specialize(
         [
-            (attend_role, (rows, 0, OUTPUT)),
-            (attend_role, (rows, 1, OUTPUT)),
-            (load_role, (load, SEQUENCES, CAUSAL)),
+            (run_attend_role, (rows, 0, OUTPUT)),
+            (run_attend_role, (rows, 1, OUTPUT)),
+            (run_load_role, (load, SEQUENCES, CAUSAL)),
         ],
         [4, 1],
         [240, 24],
@@ -215,15 +219,9 @@ def launch_dense_mla_prefill(
     batch = cu_seqlens_q.shape[0] - 1
     target = store_target(out)
     launches = Launches(q.device, target)
-    numbers = {
-        name: value
-        for name, value in target.numbers.items()
-        if name not in ("row_start", "padding_rows")
-    }
     sections = choose_sections(batch, k.shape[0], heads, kv_heads)
-    # Every sequence, and the rows of none, may have one incomplete tile.
-    tiles = (num_rows // TILE_M.value + batch + 1) * heads
-    programs = min(tiles, num_multiprocessors(q.device))
+    multiprocessors = num_multiprocessors(q.device)
+    programs = count_programs(num_rows, batch, heads, TILE_M.value, multiprocessors)
     counter = launches.scratch(1)
     # The first tickets are the programs' own numbers.
     launches.launch(set_counter_kernel, (1,), counter, programs, num_warps=1)
@@ -253,13 +251,11 @@ def launch_dense_mla_prefill(
         sections.heads,
         lse,
         *target.tensors.values(),
-        *numbers.values(),
-        target.numbers["row_start"],
-        target.numbers["padding_rows"],
+        *target.numbers.values(),
         out.features // 128,
         target.config.sf_column_tiles,
         softmax_scale,
-        SEQUENCES=32 if sections.sequences <= 32 else 128,
+        SEQUENCES=sequences_at_once(sections),
         CAUSAL=causal,
         OUTPUT=target.token_config,
         **OPTIONS,

@@ -9,9 +9,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mlacast.kernels.common.sm90_order import awaited
+from mlacast.kernels.common.sm90_order import wait_until_there
 from mlacast.kernels.common.sm90_rescale import rescale
-from mlacast.kernels.common.sm90_rotation import opaque_rows, row_offset
+from mlacast.kernels.common.sm90_rotation import find_row_offset, hide_rows
 from mlacast.kernels.common.sm90_token_store import store_token_block
 from mlacast.kernels.gluon.sm90.dense_mla_prefill_tiles import (
     BLOCK_M,
@@ -50,7 +50,7 @@ _MASK_OPERANDS = gl.constexpr(",".join(["=f"] * 64 + [str(i) for i in range(64)]
 
 
 @gluon.jit
-def _mask(s, last):
+def _apply_mask(s, last):
     """Scores [64, 128] with -inf right of column ``last`` (int32 [64])."""
     return gl.inline_asm_elementwise(
         _MASK, _MASK_OPERANDS, [s, last[:, None]], dtype=gl.float32, is_pure=False, pack=64
@@ -77,7 +77,7 @@ def _start_scores(query, k_smem, stage, S: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(s, base, partial_sum, scale, PARTIAL: gl.constexpr):
+def _fold_scores(s, base, partial_sum, scale, PARTIAL: gl.constexpr):
     """Fold one block of scores [64, 128] into the softmax state.
 
     Weights are relative to ``base``, which moves to the maximum of a block only when that is more
@@ -129,13 +129,13 @@ def _store_tile(
     token = read_word(words, SEQUENCE_START) + first_row
     # Rows before the sequence belong to the one before it.
     skipped = -first_row
-    local = opaque_rows(ROW)  # [64]
-    gl.store(lse_ptr + row_offset(head, num_rows) + token + local, lse, mask=local >= skipped)
+    local = hide_rows(ROW)  # [64]
+    gl.store(lse_ptr + find_row_offset(head, num_rows) + token + local, lse, mask=local >= skipped)
     store_token_block(o, factor, alive, target, token, skipped, head, OUTPUT)
 
 
 @gluon.jit
-def attend_role(
+def run_attend_role(
     rows,
     CONSUMER: gl.constexpr,
     OUTPUT: gl.constexpr,
@@ -171,7 +171,7 @@ def attend_role(
         partial_sum = gl.full((BLOCK_M, 4), 0.0, gl.float32, PARTIAL)
         o = gl.zeros((BLOCK_M, 128), gl.float32, S)
         # The last key that a row sees, counted from the first of the block.
-        last = gl.minimum(opaque_rows(ROW) + diagonal, num_keys - 1) - (num_blocks - 1) * BLOCK_N
+        last = gl.minimum(hide_rows(ROW) + diagonal, num_keys - 1) - (num_blocks - 1) * BLOCK_N
         if num_blocks * BLOCK_N > num_keys:
             # The end of the sequence was copied by threads, not by the copy engine.
             mbarrier.wait(v_ready.index(count % STAGES), (count // STAGES) & 1)
@@ -181,8 +181,8 @@ def attend_role(
         s = _start_scores(query, k_smem, stage, S)
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k_free.index(stage), count=1)
-        s = _mask(s, last)
-        p, alpha, base, partial_sum = _softmax(s, base, partial_sum, scale_log2, PARTIAL)
+        s = _apply_mask(s, last)
+        p, alpha, base, partial_sum = _fold_scores(s, base, partial_sum, scale_log2, PARTIAL)
         weights = gl.convert_layout(p.to(gl.bfloat16), OPERAND)
         for _ in range(num_blocks - 1):
             stage = (count + 1) % STAGES
@@ -198,10 +198,10 @@ def attend_role(
             s = warpgroup_mma_wait(1, deps=[s])
             mbarrier.arrive(k_free.index(stage), count=1)
             last += BLOCK_N
-            s = _mask(s, last)
-            p, alpha, base, partial_sum = _softmax(s, base, partial_sum, scale_log2, PARTIAL)
+            s = _apply_mask(s, last)
+            p, alpha, base, partial_sum = _fold_scores(s, base, partial_sum, scale_log2, PARTIAL)
             # The wait for the product with the values would else move before this softmax.
-            partial_sum = awaited(partial_sum)
+            partial_sum = wait_until_there(partial_sum)
             o = warpgroup_mma_wait(0, deps=[o])
             mbarrier.arrive(v_free.index(v_stage), count=1)
             o = rescale(o, alpha, 64)

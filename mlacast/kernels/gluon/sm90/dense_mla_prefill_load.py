@@ -12,9 +12,9 @@ from mlacast.kernels.gluon.sm90.dense_mla_prefill_tiles import (
     TILE_M,
     V_ARRIVALS,
     count_level,
-    heads_of_section,
-    sequence_of_rank,
-    tiles_of_section,
+    count_section_tiles,
+    find_section_heads,
+    find_sequence_of_rank,
     write_words,
 )
 
@@ -33,17 +33,17 @@ def _find_tile(place, ticket, order, SEQUENCES: gl.constexpr):
     """
     section, base, level, present, tiles = place
     cu_seqlens_q_ptr, batch, num_rows, num_heads, sections, parts, part_batch, part_heads = order
-    _, heads = heads_of_section(section, parts, part_heads, num_heads)
+    _, heads = find_section_heads(section, parts, part_heads, num_heads)
     while (section < sections) & (ticket >= base + present * heads):
         base += present * heads
         level -= 1
         if level < 0:
             section += 1
-            tiles = tiles_of_section(
+            tiles = count_section_tiles(
                 cu_seqlens_q_ptr, batch, num_rows, section, parts, part_batch, SEQUENCES
             )
             level = gl.max(tiles, 0) - 1
-        _, heads = heads_of_section(section, parts, part_heads, num_heads)
+        _, heads = find_section_heads(section, parts, part_heads, num_heads)
         present = count_level(tiles, level)
     return section, base, level, present, tiles
 
@@ -138,7 +138,7 @@ def _wait_for_consumers(q_free, tile):
 
 
 @gluon.jit
-def load_role(load, SEQUENCES: gl.constexpr, CAUSAL: gl.constexpr):
+def run_load_role(load, SEQUENCES: gl.constexpr, CAUSAL: gl.constexpr):
     """Take tickets until there are none, and keep the rings of keys and values full.
 
     Produces ``q_ready`` (a consumer's 64 rows, and the words of the tile), ``k_ready`` and
@@ -153,17 +153,17 @@ def load_role(load, SEQUENCES: gl.constexpr, CAUSAL: gl.constexpr):
     cu_seqlens_q_ptr, batch, num_rows, num_heads, sections, parts, part_batch, part_heads = order
 
     ticket = gl.program_id(0)
-    tiles = tiles_of_section(cu_seqlens_q_ptr, batch, num_rows, 0, parts, part_batch, SEQUENCES)
+    tiles = count_section_tiles(cu_seqlens_q_ptr, batch, num_rows, 0, parts, part_batch, SEQUENCES)
     level = gl.max(tiles, 0) - 1
     place = (0, 0, level, count_level(tiles, level), tiles)
     section, base, level, present, tiles = _find_tile(place, ticket, order, SEQUENCES)
     count = 0
     tile = 0
     while section < sections:
-        first_head, heads = heads_of_section(section, parts, part_heads, num_heads)
+        first_head, heads = find_section_heads(section, parts, part_heads, num_heads)
         head = first_head + (ticket - base) % heads
         sequence = (section // parts) * part_batch
-        sequence += sequence_of_rank(tiles, level, (ticket - base) // heads)
+        sequence += find_sequence_of_rank(tiles, level, (ticket - base) // heads)
         start, length, first_key, num_keys = _find_rows(sequence, order, cu_seqlens_k_ptr)
         tile_stop = length - ((length + TILE_M - 1) // TILE_M - 1 - level) * TILE_M
         visible = num_keys

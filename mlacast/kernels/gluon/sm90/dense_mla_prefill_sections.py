@@ -28,6 +28,19 @@ class Sections:
     heads: int
 
 
+def count_programs(num_rows: int, batch: int, heads: int, tile_m: int, limit: int) -> int:
+    """Programs that take tiles of ``tile_m`` rows of a head, at most ``limit``.
+
+    Every sequence, and the rows of none, may have one incomplete tile.
+    """
+    return min((num_rows // tile_m + batch + 1) * heads, limit)
+
+
+def sequences_at_once(sections: Sections) -> int:
+    """Sequences that a warp counts at once: 32 where a section has no more, else 128."""
+    return 32 if sections.sequences <= 32 else MAX_SECTION_SEQUENCES
+
+
 def choose_sections(batch: int, num_keys: int, heads: int, kv_heads: int) -> Sections:
     """Cut a batch by its average length, which is all the host knows.
 

@@ -56,13 +56,13 @@ def write_words(words, num_blocks, first_row, sequence_start, num_keys, diagonal
 
 
 @gluon.jit
-def _plus(a, b):
+def _add_counts(a, b):
     """Add two counts of sequences, which a scan wants as a function."""
     return a + b
 
 
 @gluon.jit
-def tiles_of_section(
+def count_section_tiles(
     cu_seqlens_q_ptr,
     batch,
     num_rows,
@@ -86,7 +86,7 @@ def tiles_of_section(
 
 
 @gluon.jit
-def heads_of_section(section, head_sections, section_heads, num_heads):
+def find_section_heads(section, head_sections, section_heads, num_heads):
     """First head of a section, and how many it has."""
     first = (section % head_sections) * section_heads
     return first, gl.minimum(section_heads, num_heads - first)
@@ -99,7 +99,7 @@ def count_level(tiles, level):
 
 
 @gluon.jit
-def sequence_of_rank(tiles, level, rank):
+def find_sequence_of_rank(tiles, level, rank):
     """Number of the sequence that is the ``rank``-th of those with a tile of this level."""
-    seen = gl.associative_scan((tiles > level).to(gl.int32), 0, _plus)
+    seen = gl.associative_scan((tiles > level).to(gl.int32), 0, _add_counts)
     return gl.sum((seen <= rank).to(gl.int32), 0)

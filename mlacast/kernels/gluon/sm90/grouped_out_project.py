@@ -20,7 +20,7 @@ from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.targets import store_target
 from mlacast.kernels.config.sparse_attention import num_multiprocessors
-from mlacast.kernels.gluon.sm90.grouped_out_project_roles import load_role, multiply_role
+from mlacast.kernels.gluon.sm90.grouped_out_project_roles import run_load_role, run_multiply_role
 
 # What all roles of a program may have by the thread, with as many load roles.
 MAX_REGISTERS = {1: 168, 2: 128}
@@ -192,9 +192,9 @@ def project_kernel(
     if TILES.loaders == 1:
         gl.warp_specialize(
             [
-                (multiply_role, (buffers, barriers, target, shape, 0, TILES, PRODUCT)),
-                (multiply_role, (buffers, barriers, target, shape, 1, TILES, PRODUCT)),
-                (load_role, (buffers, barriers, sources, shape, 0, TILES, PRODUCT)),
+                (run_multiply_role, (buffers, barriers, target, shape, 0, TILES, PRODUCT)),
+                (run_multiply_role, (buffers, barriers, target, shape, 1, TILES, PRODUCT)),
+                (run_load_role, (buffers, barriers, sources, shape, 0, TILES, PRODUCT)),
             ],
             [4, 4],
             [232, 40],
@@ -202,10 +202,10 @@ def project_kernel(
     else:
         gl.warp_specialize(
             [
-                (multiply_role, (buffers, barriers, target, shape, 0, TILES, PRODUCT)),
-                (multiply_role, (buffers, barriers, target, shape, 1, TILES, PRODUCT)),
-                (load_role, (buffers, barriers, sources, shape, 0, TILES, PRODUCT)),
-                (load_role, (buffers, barriers, sources, shape, 1, TILES, PRODUCT)),
+                (run_multiply_role, (buffers, barriers, target, shape, 0, TILES, PRODUCT)),
+                (run_multiply_role, (buffers, barriers, target, shape, 1, TILES, PRODUCT)),
+                (run_load_role, (buffers, barriers, sources, shape, 0, TILES, PRODUCT)),
+                (run_load_role, (buffers, barriers, sources, shape, 1, TILES, PRODUCT)),
             ],
             [4, 4, 4],
             [216, 40, 40],

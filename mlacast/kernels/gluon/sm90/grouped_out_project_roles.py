@@ -92,7 +92,7 @@ def _load_words(pointers, steps, step, STEPS: gl.constexpr):
 
 
 @gluon.jit
-def load_role(
+def run_load_role(
     buffers,
     barriers,
     sources,
@@ -205,7 +205,7 @@ def _store_tile(acc, target, shape, group, first_token, first_column):
 
 
 @gluon.jit
-def multiply_role(
+def run_multiply_role(
     buffers,
     barriers,
     target,

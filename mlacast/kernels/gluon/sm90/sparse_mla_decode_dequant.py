@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from mlacast.kernels.common.sm90_rotation import opaque
+from mlacast.kernels.common.sm90_rotation import hide_value
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_layouts import ROW
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import (
     TAIL_UNIT,
@@ -13,24 +13,24 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import (
     fetch_scales,
     fetch_tail,
     fetch_unit,
-    fp4_scale_stage,
     has_tail,
     read_scales,
     unit_count,
+    view_fp4_scale_stage,
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_slots import load_slots, locate
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
     BLOCK_H,
     BLOCK_N,
-    head_start,
-    item_token,
-    next_piece,
-    work_range,
+    advance_piece,
+    find_head_start,
+    find_token,
+    find_work_range,
 )
 
 
 @gluon.jit
-def _words_of(halves, NUM_PIECES: gl.constexpr):
+def _view_words(halves, NUM_PIECES: gl.constexpr):
     """Halves of the ring's pieces as int32 [NUM_PIECES, 64, 64]."""
     return halves._reinterpret(gl.int32, [NUM_PIECES, 64, 64], gl.NVMMASharedLayout(128, 32, 2))
 
@@ -57,10 +57,10 @@ def _fetch_query(
     lane = gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT))
     base = q_ptr + token.to(gl.int64) * stride_q_token
     for first in gl.static_range(0, COUNT, 64):
-        head = first_head + opaque(lane)
+        head = first_head + hide_value(lane)
         d = FIRST + first + gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
         if CHUNK16:
-            chunk = (d // 16) * (opaque(num_heads) * 16) + d % 16
+            chunk = (d // 16) * (hide_value(num_heads) * 16) + d % 16
             pointers = base + ((head * 16)[:, None] + chunk[None, :])
         else:
             pointers = base + (head * stride_q_head)[:, None] + d[None, :]
@@ -94,8 +94,8 @@ def _send_query(
 
     Each is signalled once this warpgroup's copies have landed: 128 arrivals and one.
     """
-    token = item_token(item, work, WORK)
-    first_head = head_start(item, work, WORK)
+    token = find_token(item, work, WORK)
+    first_head = find_head_start(item, work, WORK)
     for part in gl.static_range(3 if QUERY.d_qk == 576 else 2):
         mbarrier.wait(k_free.index(slot), phase)
         _fetch_query(
@@ -115,7 +115,7 @@ def _send_query(
         )
         async_copy.mbarrier_arrive(k_ready.index(slot), increment_count=False)
         mbarrier.arrive(k_ready.index(slot), count=1)
-        slot, phase = next_piece(slot, phase, RING.num_pieces)
+        slot, phase = advance_piece(slot, phase, RING.num_pieces)
     return slot, phase
 
 
@@ -143,7 +143,7 @@ def _fetch(
         if is_extra:
             fetch_unit(stage, row_ptr, valid, UNIT, EXTRA_FORMAT, MIXED)
             if UNIT == 0:
-                fetch_scales(fp4_scale_stage(stage), scale_ptr, valid, EXTRA_FORMAT)
+                fetch_scales(view_fp4_scale_stage(stage), scale_ptr, valid, EXTRA_FORMAT)
         else:
             fetch_unit(stage, row_ptr, valid, UNIT, FORMAT, MIXED)
             if UNIT == 0:
@@ -166,7 +166,7 @@ def _read_scales(
     """Scales of the block in the stage; with mixed pools those of its pool, in the same words."""
     if MIXED:
         if is_extra:
-            scales = read_scales(fp4_scale_stage(stages[0]), "v41_fp4", MIXED)
+            scales = read_scales(view_fp4_scale_stage(stages[0]), "v41_fp4", MIXED)
         else:
             scales = read_scales(scale_stage, FORMAT, MIXED)
     else:
@@ -197,7 +197,7 @@ def _decode(
 
 
 @gluon.jit
-def _next_slots(
+def _load_next_slots(
     cursor,
     work,
     pool,
@@ -220,7 +220,7 @@ def _next_slots(
         block = 0
         # A selection stays in uniform registers, where a minimum would not.
         item = gl.where(item + work.num_programs < work.num_items, item + work.num_programs, item)
-        _, first, count, length, extra_length = work_range(
+        _, first, count, length, extra_length = find_work_range(
             item,
             work,
             pool,
@@ -234,7 +234,7 @@ def _next_slots(
         first + block,
         length,
         extra_length,
-        item_token(item, work, WORK),
+        find_token(item, work, WORK),
         pool,
         extra_pool,
         EXTRA,
@@ -243,7 +243,7 @@ def _next_slots(
 
 
 @gluon.jit
-def dequant_role(
+def run_dequant_role(
     q_ptr,
     stride_q_token,
     stride_q_head,
@@ -279,8 +279,8 @@ def dequant_role(
     TAIL: gl.constexpr = has_tail(FORMAT)
     # Where the registers allow it.
     EARLY: gl.constexpr = FORMAT == "v41" and not MIXED and not (WORK.is_split and POOL.has_length)
-    even_words = _words_of(k_even, NUM_PIECES)
-    odd_words = _words_of(k_odd, NUM_PIECES)
+    even_words = _view_words(k_even, NUM_PIECES)
+    odd_words = _view_words(k_odd, NUM_PIECES)
     if TAIL:
         tail_words = tail_smem._reinterpret(gl.int32, [2, 64, 32], gl.NVMMASharedLayout(128, 32, 2))
     slot = 0
@@ -290,7 +290,7 @@ def dequant_role(
     # The cursor of the slots is a block ahead of what is copied, which is one ahead of what is
     # decoded. With EARLY it moves on as soon as the addresses are known.
     at_item = gl.program_id(0)
-    _, at_first, at_count, length, extra_length = work_range(
+    _, at_first, at_count, length, extra_length = find_work_range(
         at_item,
         work,
         pool,
@@ -305,20 +305,20 @@ def dequant_role(
         at_first,
         length,
         extra_length,
-        item_token(at_item, work, WORK),
+        find_token(at_item, work, WORK),
         pool,
         extra_pool,
         EXTRA,
     )
     located_extra = next_extra
-    valid = gl.arange(0, BLOCK_N, ROW) < 0
+    valid = gl.arange(0, BLOCK_N, ROW) < 0  # [64]
     nowhere = gl.zeros((BLOCK_N,), gl.int64, ROW)
-    row_ptr = pool[0] + nowhere
+    row_ptr = pool[0] + nowhere  # [64]
     scale_ptr = pool[0] + nowhere
     # One round before the first item: its query goes before the keys, whose signal would otherwise
     # wait for them.
     for item in range(gl.program_id(0) - step, work.num_items, step):
-        _, _, count, _, _ = work_range(
+        _, _, count, _, _ = find_work_range(
             gl.maximum(item, 0),
             work,
             pool,
@@ -330,7 +330,7 @@ def dequant_role(
         for _ in range(gl.where(item < 0, 0, count)):
             is_extra = located_extra
             if not EARLY:
-                cursor, ids, next_extra = _next_slots(
+                cursor, ids, next_extra = _load_next_slots(
                     cursor,
                     work,
                     pool,
@@ -348,7 +348,7 @@ def dequant_role(
                 if unit == 2:
                     # Two units of 128 dimensions are a piece: its scores need not wait for more.
                     mbarrier.arrive(k_ready.index(slot), count=129)
-                    slot, phase = next_piece(slot, phase, NUM_PIECES)
+                    slot, phase = advance_piece(slot, phase, NUM_PIECES)
                     mbarrier.wait(k_free.index(slot), phase)
                 # Of three units on their way this one was asked for first; two may be missing.
                 async_copy.wait_group(2)
@@ -382,7 +382,7 @@ def dequant_role(
                     EXTRA_FORMAT,
                 )
                 if EARLY and unit == UNITS - 3:
-                    cursor, ids, next_extra = _next_slots(
+                    cursor, ids, next_extra = _load_next_slots(
                         cursor,
                         work,
                         pool,
@@ -406,7 +406,7 @@ def dequant_role(
                 tail = tail_words.index(blocks & 1)
                 decode_unit(tail_stage, scales, tail, tail, TAIL_UNIT, FORMAT, MIXED)
             mbarrier.arrive(k_ready.index(slot), count=129)
-            slot, phase = next_piece(slot, phase, NUM_PIECES)
+            slot, phase = advance_piece(slot, phase, NUM_PIECES)
             blocks += 1
         if item + step < work.num_items:
             slot, phase = _send_query(
@@ -450,7 +450,7 @@ def dequant_role(
                 )
             located_extra = next_extra
             if EARLY:
-                cursor, ids, next_extra = _next_slots(
+                cursor, ids, next_extra = _load_next_slots(
                     cursor,
                     work,
                     pool,

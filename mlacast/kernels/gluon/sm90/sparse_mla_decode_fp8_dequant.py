@@ -9,16 +9,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from mlacast.kernels.common.sm90_rotation import opaque
+from mlacast.kernels.common.sm90_rotation import hide_value
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import has_tail, unit_count
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_slots import load_slots, locate
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
     BLOCK_H,
     BLOCK_N,
-    head_start,
-    item_token,
-    next_piece,
-    work_range,
+    advance_piece,
+    find_head_start,
+    find_token,
+    find_work_range,
 )
 
 # Reads of a stage: eight threads hold one 16-byte chunk of eight rows, which a 128-byte swizzle
@@ -78,7 +78,7 @@ cvt.rn.f16x2.e4m3x2 $1, high;
 
 
 @gluon.jit
-def _e4m3_as_float16(words):
+def _cast_e4m3_to_float16(words):
     """Four codes a word: two words of two float16, which holds every code."""
     return gl.inline_asm_elementwise(
         _AS_FLOAT16,
@@ -91,13 +91,13 @@ def _e4m3_as_float16(words):
 
 
 @gluon.jit
-def _slots_of(cursor, work, pool, WORK: gl.constexpr):
+def _load_slots_of(cursor, work, pool, WORK: gl.constexpr):
     """Slots of the block under a cursor; of an item's first block where the cursor is on a query.
 
     Past the program's last item: slots that nobody asks for.
     """
     item, block, first, _, length = cursor
-    token = item_token(gl.minimum(item, work.num_items - 1), work, WORK)
+    token = find_token(gl.minimum(item, work.num_items - 1), work, WORK)
     lane = gl.arange(0, BLOCK_N, _ROW)
     ids, _ = load_slots(lane, first + gl.maximum(block, 0), length, 0, token, pool, pool, None)
     return ids
@@ -114,7 +114,7 @@ def _advance(cursor, work, pool, WORK: gl.constexpr, POOL: gl.constexpr):
     if block == count:
         block = -1
         item += work.num_programs
-        _, first, count, length, _ = work_range(
+        _, first, count, length, _ = find_work_range(
             gl.minimum(item, work.num_items - 1),
             work,
             pool,
@@ -151,9 +151,9 @@ def _send(
     item, block, _, _, _ = cursor
     q_ptr, stride_q_token, stride_q_head = query
     stage = sent & 1
-    token = item_token(item, work, WORK)
+    token = find_token(item, work, WORK)
     rows, _, valid = locate(ids, False, pool, pool, POOL, None)
-    head = head_start(item, work, WORK) + opaque(gl.arange(0, BLOCK_H, _ROW))
+    head = find_head_start(item, work, WORK) + hide_value(gl.arange(0, BLOCK_H, _ROW))
     # Four words at a time: so the compiler knows that copies of 16 bytes are aligned.
     q_rows = q_ptr + token.to(gl.int64) * stride_q_token * 4 + head * stride_q_head * 4
     rows = gl.where(block < 0, q_rows, rows)
@@ -169,7 +169,7 @@ def _send(
 
 
 @gluon.jit
-def fp8_dequant_role(
+def run_fp8_dequant_role(
     query,
     pool,
     work,
@@ -205,10 +205,10 @@ def fp8_dequant_role(
         WORK,
         POOL,
     )
-    ids = _slots_of(cursor, work, pool, WORK)
+    ids = _load_slots_of(cursor, work, pool, WORK)
     # Two rounds before the first item fill the stages, with its query and its first block.
     for item in range(gl.program_id(0) - 2 * work.num_programs, work.num_items, work.num_programs):
-        _, _, count, _, _ = work_range(
+        _, _, count, _, _ = find_work_range(
             gl.maximum(item, 0),
             work,
             pool,
@@ -226,13 +226,13 @@ def fp8_dequant_role(
                 for unit in gl.static_range(unit_count(POOL.record)):
                     if unit == 2:
                         mbarrier.arrive(k_ready.index(slot), count=1)
-                        slot, phase = next_piece(slot, phase, NUM_PIECES)
+                        slot, phase = advance_piece(slot, phase, NUM_PIECES)
                         mbarrier.wait(k_free.index(slot), phase)
-                    low, high = _e4m3_as_float16(codes[unit].index(stage).load(_WORDS))
+                    low, high = _cast_e4m3_to_float16(codes[unit].index(stage).load(_WORDS))
                     target = even_words if unit % 2 == 0 else odd_words
                     target.index(slot).store(gl.reshape(gl.join(low, high), (64, 64)))
                 mbarrier.arrive(k_ready.index(slot), count=1)
-                slot, phase = next_piece(slot, phase, NUM_PIECES)
+                slot, phase = advance_piece(slot, phase, NUM_PIECES)
             if item >= 0:
                 decoded += 1
             if cursor[0] < work.num_items:
@@ -259,4 +259,4 @@ def fp8_dequant_role(
                     WORK,
                     POOL,
                 )
-                ids = _slots_of(cursor, work, pool, WORK)
+                ids = _load_slots_of(cursor, work, pool, WORK)

@@ -13,15 +13,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_fp8_dequant import (
     WORDS_OF_TAIL,
     WORDS_OF_UNIT,
-    fp8_dequant_role,
+    run_fp8_dequant_role,
 )
-from mlacast.kernels.gluon.sm90.sparse_mla_decode_fp8_score import fp8_score_role
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_fp8_score import run_fp8_score_role
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_kernel import (
     OUTPUT_REGISTERS,
     UNALIGNED,
     VARYING,
 )
-from mlacast.kernels.gluon.sm90.sparse_mla_decode_output import output_role
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_output import run_output_role
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import has_tail
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import BLOCK_H, BLOCK_N, LOG2_E, Pool, Work
 
@@ -204,7 +204,7 @@ def sparse_mla_decode_fp8_kernel(
     gl.warp_specialize(
         [
             (
-                fp8_score_role,
+                run_fp8_score_role,
                 (
                     codes,
                     tail_codes,
@@ -233,10 +233,10 @@ def sparse_mla_decode_fp8_kernel(
                     END,
                 ),
             ),
-            (output_role, (places, 0, WORK, POOL, None, END, OUTPUT, 0, RING)),
-            (output_role, (places, 1, WORK, POOL, None, END, OUTPUT, 0, RING)),
+            (run_output_role, (places, 0, WORK, POOL, None, END, OUTPUT, 0, RING)),
+            (run_output_role, (places, 1, WORK, POOL, None, END, OUTPUT, 0, RING)),
             (
-                fp8_dequant_role,
+                run_fp8_dequant_role,
                 (
                     query,
                     pool,

@@ -14,19 +14,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mlacast.kernels.common.sm90_masks import any_marked, apply_mask
-from mlacast.kernels.common.sm90_rotation import opaque
+from mlacast.kernels.common.sm90_masks import apply_mask, has_marked
+from mlacast.kernels.common.sm90_rotation import hide_value
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import has_tail, unit_count
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_softmax import (
     finish_item,
+    fold_scores,
     publish_weights,
-    softmax,
 )
-from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import BLOCK_H, work_range
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import BLOCK_H, find_work_range
 
 
 @gluon.jit
-def fp8_score_role(
+def run_fp8_score_role(
     codes,
     tail_codes,
     q_last_smem,
@@ -73,7 +73,7 @@ def fp8_score_role(
     count = 0
     item_phase = 0
     for item in range(gl.program_id(0), work.num_items, work.num_programs):
-        token, _, num_blocks, _, _ = work_range(item, work, pool, pool, WORK, POOL, None)
+        token, _, num_blocks, _, _ = find_work_range(item, work, pool, pool, WORK, POOL, None)
         stage = taken & 1
         mbarrier.wait(codes_ready.index(stage), (taken >> 1) & 1)
         query = (
@@ -108,14 +108,14 @@ def fp8_score_role(
                 keys = tail_codes.index(stage).permute((1, 0))
                 right = warpgroup_mma(q_tail_smem, keys, right, is_async=True)
             mask = mask_smem.index(taken & 3)
-            masked = any_marked(mask)
+            masked = has_marked(mask)
             s, right = warpgroup_mma_wait(0, deps=[s, right])
             s += right
             mbarrier.arrive(codes_free.index(stage), count=1)
             taken += 1
             if masked != 0:
                 s = apply_mask(s, mask, COLUMN)
-            p, alpha, base, partial_sum = softmax(
+            p, alpha, base, partial_sum = fold_scores(
                 s, base, partial_sum, score_scale, PARTIAL, gl.float16
             )
             publish_weights(p, alpha, p_smem, alpha_smem, p_ready, p_free, count)
@@ -125,7 +125,7 @@ def fp8_score_role(
             partial_sum,
             item,
             token,
-            opaque(row),
+            hide_value(row),
             factor_smem,
             factor_ready,
             factor_free,

@@ -9,14 +9,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from mlacast.kernels.gluon.sm90.sparse_mla_decode_dequant import dequant_role
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_dequant import run_dequant_role
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_layouts import SCALE_STAGE, stage_layout
-from mlacast.kernels.gluon.sm90.sparse_mla_decode_output import output_role
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_output import run_output_role
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import (
     has_tail,
     unit_count,
 )
-from mlacast.kernels.gluon.sm90.sparse_mla_decode_score import score_role
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_score import run_score_role
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
     BLOCK_H,
     BLOCK_N,
@@ -278,7 +278,7 @@ def sparse_mla_decode_kernel(
     gl.warp_specialize(
         [
             (
-                score_role,
+                run_score_role,
                 (
                     k_even,
                     k_odd,
@@ -316,10 +316,10 @@ def sparse_mla_decode_kernel(
                     RING,
                 ),
             ),
-            (output_role, (places, 0, WORK, POOL, EXTRA, END, OUTPUT, QUERY_PIECES, RING)),
-            (output_role, (places, 1, WORK, POOL, EXTRA, END, OUTPUT, QUERY_PIECES, RING)),
+            (run_output_role, (places, 0, WORK, POOL, EXTRA, END, OUTPUT, QUERY_PIECES, RING)),
+            (run_output_role, (places, 1, WORK, POOL, EXTRA, END, OUTPUT, QUERY_PIECES, RING)),
             (
-                dequant_role,
+                run_dequant_role,
                 (
                     q_ptr,
                     stride_q_token,

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mlacast.kernels.common.launch import Launches
-from mlacast.kernels.common.sm90_store import output_scale, store_rows
+from mlacast.kernels.common.sm90_store import load_output_scale, store_rows
 from mlacast.kernels.common.targets import StoreTarget
 from mlacast.kernels.config.attention import EndConfig
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import LN_2
@@ -47,7 +47,7 @@ UNALIGNED = [
 
 
 @gluon.jit
-def _from_lane_4_away(x):
+def _read_lane_4_away(x):
     """Value of the lane whose number differs by 4: where lanes hold 8 columns, 32 columns away."""
     return gl.inline_asm_elementwise(
         "shfl.sync.bfly.b32 $0, $1, 4, 0x1f, 0xffffffff;",
@@ -81,7 +81,7 @@ def _load_angles(table, position, PLACES: gl.constexpr, COUNT: gl.constexpr, END
 def _rotate_pairs(x, cos, sin, HALF_PAIRING: gl.constexpr):
     """Rotate [heads, n], 8 neighbours a thread, by the negative angles."""
     if HALF_PAIRING:
-        return x * cos + _from_lane_4_away(x) * sin
+        return x * cos + _read_lane_4_away(x) * sin
     else:
         first, second = gl.split(gl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
         PAIRS: gl.constexpr = cos.type.layout
@@ -260,7 +260,7 @@ def merge_splits_kernel(
     partials = (partial_out_ptr, partial_max_ptr, partial_sum_ptr)
 
     # Inputs that were complete before the splits began need not wait for them.
-    scale = output_scale(scale_ptr, OUTPUT.kind)
+    scale = load_output_scale(scale_ptr, OUTPUT.kind)
     sink = scale
     if END.has_sink:
         sink = gl.load(sink_ptr + head)

@@ -9,27 +9,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mlacast.kernels.common.sm90_order import held_back
+from mlacast.kernels.common.sm90_order import hold_back
 from mlacast.kernels.common.sm90_rescale import rescale
 from mlacast.kernels.common.sm90_rotation import (
-    aligned_offset,
-    halves,
+    find_aligned_offset,
+    find_row_offset,
+    find_table_row,
+    hide_rows,
     load_angles,
-    opaque_rows,
     prefetch_angles,
     rotate_back,
-    row_offset,
+    split_halves,
     split_pairs,
-    table_row,
 )
 from mlacast.kernels.common.sm90_scaled_store import store_scaled_block
 from mlacast.kernels.common.sm90_store import NVFP4
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
     BLOCK_H,
-    head_start,
+    find_head_start,
+    find_split,
+    find_work_range,
     skip_pieces,
-    split_of,
-    work_range,
 )
 
 
@@ -57,7 +57,7 @@ def _store_partial(
         [64, 128],
     )
     o = gl.convert_layout(o, LAYOUT)
-    head = first_head + opaque_rows(gl.SliceLayout(1, LAYOUT))
+    head = first_head + hide_rows(gl.SliceLayout(1, LAYOUT))
     d = FIRST + gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
     pointers = partial_out_ptr + state * 512 + ((head * 512)[:, None] + d[None, :])
     if FULL_TILES:
@@ -67,7 +67,7 @@ def _store_partial(
 
 
 @gluon.jit
-def output_role(
+def run_output_role(
     places,
     HALF: gl.constexpr,
     WORK: gl.constexpr,
@@ -130,10 +130,10 @@ def output_role(
     MASKED: gl.constexpr = END.has_sink or ROTATES
     if ROTATES:
         pairs, other = split_pairs(
-            halves(gl.zeros((BLOCK_H, 128), gl.float32, OUT), 128)[1], END.half_pairing
+            split_halves(gl.zeros((BLOCK_H, 128), gl.float32, OUT), 128)[1], END.half_pairing
         )
     for item in range(gl.program_id(0), work.num_items, work.num_programs):
-        token, _, num_blocks, _, _ = work_range(
+        token, _, num_blocks, _, _ = find_work_range(
             item,
             work,
             pool,
@@ -142,16 +142,16 @@ def output_role(
             POOL,
             EXTRA,
         )
-        first_head = head_start(item, work, WORK)
+        first_head = find_head_start(item, work, WORK)
         if ROTATES:
-            angles = table_row(table_rows, positions_ptr, stride_positions, token)
+            angles = find_table_row(table_rows, positions_ptr, stride_positions, token)
         even = gl.zeros((BLOCK_H, 128), gl.float32, OUT)
         odd = gl.zeros((BLOCK_H, 128), gl.float32, OUT)
         for _ in range(num_blocks):
             slot = skip_pieces(slot, 2, RING.num_pieces)
             phase = count & 1
             mbarrier.wait(p_ready, phase)
-            alpha = alpha_smem.load(ROW)
+            alpha = alpha_smem.load(ROW)  # [64]
             even = rescale(even, alpha, 64)
             odd = rescale(odd, alpha, 64)
             if RING.delays_output:
@@ -169,8 +169,8 @@ def output_role(
         # The query of the next item.
         slot = skip_pieces(slot, QUERY_PIECES, RING.num_pieces)
         if WORK.is_split:
-            state = row_offset(
-                split_of(item, work.num_splits) * work.num_tokens + token, work.num_heads
+            state = find_row_offset(
+                find_split(item, work.num_splits) * work.num_tokens + token, work.num_heads
             )
             for first in gl.static_range(0, 256, 128):
                 _store_partial(
@@ -187,7 +187,7 @@ def output_role(
             if ROTATES:
                 prefetch_angles(table_ptr, stride_table, angles)
             mbarrier.wait(factor_ready, item_phase)
-            factor = factor_smem.load(ROW)
+            factor = factor_smem.load(ROW)  # [64]
             if not IS_NVFP4:
                 mbarrier.arrive(factor_free, count=1)
             item_phase ^= 1
@@ -195,21 +195,21 @@ def output_role(
             padding = gl.where(token == work.num_tokens - 1, padding_rows, 0)
             # The rotated block last: only then are there registers for its angles.
             for first in gl.static_range(0, 256, 128):
-                block = even if first == 0 else odd
+                block = even if first == 0 else odd  # [64, 128]
                 if IS_NVFP4 and first == 128:
                     # Read again: kept while codes are made it would spill.
-                    factor = factor_smem.load(ROW)
+                    factor = factor_smem.load(ROW)  # [64]
                     mbarrier.arrive(factor_free, count=1)
-                factor = held_back(factor)
+                factor = hold_back(factor)
                 if ROTATES and first == 128:
                     cos, sin = load_angles(table_ptr, stride_table, angles, pairs)
                     block = rotate_back(block, cos, sin, END.half_pairing)
-                alive = gl.where(factor == 0.0, 0, -1)
+                alive = gl.where(factor == 0.0, 0, -1)  # [64]
                 store_scaled_block(
                     block,
                     factor,
                     alive,
-                    data_ptr + aligned_offset(token, stride_data_token),
+                    data_ptr + find_aligned_offset(token, stride_data_token),
                     stride_data_group,
                     sf_ptr,
                     stride_sf_token,

@@ -82,7 +82,7 @@ V32_SCALES = gl.constexpr(128)
 
 
 @gluon.jit
-def record_words(page_size, offset, POOL: gl.constexpr):
+def find_record_words(page_size, offset, POOL: gl.constexpr):
     """Words from the start of a page to a token's codes, and to its scales."""
     FORMAT: gl.constexpr = POOL.record
     INLINE: gl.constexpr = POOL.is_inline
@@ -131,7 +131,7 @@ def _e4m3_program(LANE):
 
 
 @gluon.jit
-def e4m3_times_power(words, multipliers, LANE: gl.constexpr):
+def multiply_e4m3_by_power(words, multipliers, LANE: gl.constexpr):
     """Four codes a word, times one of two powers of two a word: two words of two bfloat16."""
     return gl.inline_asm_elementwise(
         _e4m3_program(LANE),
@@ -144,7 +144,7 @@ def e4m3_times_power(words, multipliers, LANE: gl.constexpr):
 
 
 @gluon.jit
-def _e4m3_times_number(words, parts):
+def _multiply_e4m3_by_number(words, parts):
     """Four codes a word, times the sum of the two parts of a number.
 
     Rounded once, like the float32 product, if the upper part has up to 4 bits; else its product was
@@ -199,7 +199,7 @@ def _e2m1_program(LANE):
 
 
 @gluon.jit
-def _e2m1_times_number(words, multipliers, LANE: gl.constexpr):
+def _multiply_e2m1_by_number(words, multipliers, LANE: gl.constexpr):
     """Eight codes a word, times one of two numbers a word: four words of two bfloat16."""
     return gl.inline_asm_elementwise(
         _e2m1_program(LANE),
@@ -212,7 +212,7 @@ def _e2m1_times_number(words, multipliers, LANE: gl.constexpr):
 
 
 @gluon.jit
-def _times_2_to_minus_64(words):
+def _multiply_by_2_to_minus_64(words):
     """Two bfloat16 a word."""
     return gl.inline_asm_elementwise(
         "mul.rn.bf16x2 $0, $1, $2;",
@@ -262,7 +262,7 @@ def _numbers_of_e4m3(UNIT):
 
 
 @gluon.jit
-def _unit_multipliers(scales, UNIT: gl.constexpr, FORMAT: gl.constexpr):
+def _make_unit_multipliers(scales, UNIT: gl.constexpr, FORMAT: gl.constexpr):
     """Multipliers of a thread's dimensions in a unit, two bfloat16 a word [64, 4]."""
     words = scales[UNIT // 2]
     if FORMAT == "v41_fp4":
@@ -286,7 +286,7 @@ def _unit_multipliers(scales, UNIT: gl.constexpr, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def _parts_of_float32(bits):
+def _split_float32(bits):
     """Bits of float32 to the value times 2**56 as a sum of two bfloat16, the larger one below."""
     return gl.inline_asm_elementwise(
         """{
@@ -336,7 +336,7 @@ def fetch_tail(target, rows, valid):
 
 
 @gluon.jit
-def fp4_scale_stage(stage):
+def view_fp4_scale_stage(stage):
     """Upper half of a stage as [64, 8] words: the units of "v41_fp4" leave it free."""
     return stage._reinterpret(gl.int32, [4, 64, 8], FP4_SCALE_STAGE).index(2)
 
@@ -383,7 +383,7 @@ def read_scales(scale_stage, FORMAT: gl.constexpr, MIXED: gl.constexpr):
     elif MIXED:
         gl.static_assert(FORMAT == "v41", "the only format beside codes of four bits")
         row = scale_stage.load(SCALES_4_MIXED)
-        columns = _columns(row, 4, gl.SliceLayout(1, BY_THREAD_MIXED))
+        columns = _split_columns(row, 4, gl.SliceLayout(1, BY_THREAD_MIXED))
         even = gl.full((4,), _EVEN_BYTES, gl.int32, gl.SliceLayout(0, BY_THREAD_MIXED))
         chosen = gl.inline_asm_elementwise(
             _BYTES_OF_LANE, "=r,r", [even], dtype=gl.int32, is_pure=False, pack=1
@@ -397,7 +397,7 @@ def read_scales(scale_stage, FORMAT: gl.constexpr, MIXED: gl.constexpr):
         LAYOUT: gl.constexpr = SCALES_4 if WORDS == 4 else SCALES_2
         if WORDS == 2:
             scale_stage = scale_stage._reinterpret(gl.int32, [2, 64, 2], SCALE_STAGE).index(0)
-        columns = _columns(scale_stage.load(LAYOUT), WORDS, ROW)
+        columns = _split_columns(scale_stage.load(LAYOUT), WORDS, ROW)
         if FORMAT == "v32":
             return columns
         else:
@@ -410,11 +410,11 @@ def read_scales(scale_stage, FORMAT: gl.constexpr, MIXED: gl.constexpr):
                     _choose_bytes(columns[2], columns[3], chosen),
                 )
             else:
-                return _by_thread(columns[0], chosen), _by_thread(columns[1], chosen)
+                return _repeat_by_thread(columns[0], chosen), _repeat_by_thread(columns[1], chosen)
 
 
 @gluon.jit
-def _by_thread(x, like):
+def _repeat_by_thread(x, like):
     """[64] as [64, 4] in the layout of ``like``: every thread of a row has it."""
     rows = gl.convert_layout(x, gl.SliceLayout(1, like.type.layout), assert_trivial=True)
     return gl.broadcast(rows[:, None], like)[0]
@@ -426,7 +426,7 @@ def _choose_bytes(low, high, chosen):
     return gl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, $3;",
         "=r,r,r,r",
-        [_by_thread(low, chosen), _by_thread(high, chosen), chosen],
+        [_repeat_by_thread(low, chosen), _repeat_by_thread(high, chosen), chosen],
         dtype=gl.int32,
         is_pure=True,
         pack=1,
@@ -434,38 +434,38 @@ def _choose_bytes(low, high, chosen):
 
 
 @gluon.jit
-def _columns(x, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+def _split_columns(x, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
     """Columns of [64, COUNT] registers as a tuple of [64]."""
     if COUNT == 1:
         return (gl.convert_layout(gl.reshape(x, (64,)), LAYOUT, assert_trivial=True),)
     else:
         halves = gl.permute(gl.reshape(x, (64, 2, COUNT // 2)), (0, 2, 1))
         low, high = gl.split(halves)
-        return _columns(low, COUNT // 2, LAYOUT) + _columns(high, COUNT // 2, LAYOUT)
+        return _split_columns(low, COUNT // 2, LAYOUT) + _split_columns(high, COUNT // 2, LAYOUT)
 
 
 @gluon.jit
-def _by_word(multipliers, words):
+def _repeat_by_word(multipliers, words):
     """Multipliers [64, 4] for words [64, 4, words of a thread]."""
     LAYOUT: gl.constexpr = gl.SliceLayout(2, words.type.layout)
     return gl.convert_layout(multipliers, LAYOUT, assert_trivial=True)[:, :, None]
 
 
 @gluon.jit
-def _values_of_e4m3(words, multipliers, LANE: gl.constexpr):
+def _decode_e4m3(words, multipliers, LANE: gl.constexpr):
     """Half a unit [64, 16] to its values, [64, 32] words."""
     words = gl.reshape(words, (64, 4, 4))
-    low, high = e4m3_times_power(words, _by_word(multipliers, words), LANE)
+    low, high = multiply_e4m3_by_power(words, _repeat_by_word(multipliers, words), LANE)
     return gl.reshape(gl.join(low, high), (64, 32))
 
 
 @gluon.jit
-def _values_of_e2m1(words, multipliers):
+def _decode_e2m1(words, multipliers):
     """A unit [64, 16] to its values, [64, 64] words: a thread's scales are for two words each."""
     first, second = gl.split(gl.permute(gl.reshape(words, (64, 4, 2, 2)), (0, 1, 3, 2)))
-    a, b, c, d = _e2m1_times_number(first, _by_word(multipliers, first), 0)
+    a, b, c, d = _multiply_e2m1_by_number(first, _repeat_by_word(multipliers, first), 0)
     left = gl.join(gl.join(a, c), gl.join(b, d))
-    a, b, c, d = _e2m1_times_number(second, _by_word(multipliers, second), 1)
+    a, b, c, d = _multiply_e2m1_by_number(second, _repeat_by_word(multipliers, second), 1)
     right = gl.join(gl.join(a, c), gl.join(b, d))
     return gl.reshape(gl.permute(gl.join(left, right), (0, 1, 5, 2, 3, 4)), (64, 64))
 
@@ -500,27 +500,27 @@ def decode_unit(
     LAYOUT: gl.constexpr = WORDS_16_MIXED if MIXED else WORDS_16
     halves = stage._reinterpret(gl.int32, [2, 64, 16], STAGE_16_MIXED if MIXED else STAGE_16)
     if FORMAT == "v41_fp4":
-        multipliers = _unit_multipliers(scales, UNIT, FORMAT)
-        _store(target, _values_of_e2m1(halves.index(0).load(LAYOUT), multipliers))
+        multipliers = _make_unit_multipliers(scales, UNIT, FORMAT)
+        _store(target, _decode_e2m1(halves.index(0).load(LAYOUT), multipliers))
     elif FORMAT == "v4" and UNIT == 3:
-        multipliers = _unit_multipliers(scales, UNIT, FORMAT)
-        values = _values_of_e4m3(halves.index(0).load(LAYOUT), multipliers, 0)
+        multipliers = _make_unit_multipliers(scales, UNIT, FORMAT)
+        values = _decode_e4m3(halves.index(0).load(LAYOUT), multipliers, 0)
         target_odd.slice(0, 32, dim=1).store(values)
     elif FORMAT == "v4" and UNIT == 4:
-        target_odd.slice(32, 32, dim=1).store(_times_2_to_minus_64(stage.load(WORDS_32)))
+        target_odd.slice(32, 32, dim=1).store(_multiply_by_2_to_minus_64(stage.load(WORDS_32)))
     elif FORMAT == "v4" or FORMAT == "v41":
-        multipliers = _unit_multipliers(scales, UNIT, FORMAT)
-        left = _values_of_e4m3(halves.index(0).load(LAYOUT), multipliers, 0)
-        right = _values_of_e4m3(halves.index(1).load(LAYOUT), multipliers, 1)
+        multipliers = _make_unit_multipliers(scales, UNIT, FORMAT)
+        left = _decode_e4m3(halves.index(0).load(LAYOUT), multipliers, 0)
+        right = _decode_e4m3(halves.index(1).load(LAYOUT), multipliers, 1)
         # One store: between two to the same piece there would be a barrier.
         values = gl.permute(gl.join(left, right), (0, 2, 1))
         _store(target, gl.reshape(values, (64, 64)))
     elif FORMAT == "v32":
         words = stage.load(WORDS_32)
-        parts = gl.convert_layout(_parts_of_float32(scales[UNIT]), ROW, assert_trivial=True)
-        low, high = _e4m3_times_number(words, parts[:, None])
+        parts = gl.convert_layout(_split_float32(scales[UNIT]), ROW, assert_trivial=True)
+        low, high = _multiply_e4m3_by_number(words, parts[:, None])
         _store(target, gl.reshape(gl.join(low, high), (64, 64)))
     else:
         words = halves.index(0).load(LAYOUT) if WIDTH == 16 else stage.load(WORDS_32)
-        low, high = e4m3_times_power(words, TO_KEY_UNIT, 0)
+        low, high = multiply_e4m3_by_power(words, TO_KEY_UNIT, 0)
         _store(target, gl.reshape(gl.join(low, high), (64, 2 * WIDTH)))

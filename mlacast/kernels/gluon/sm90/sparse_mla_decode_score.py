@@ -9,29 +9,29 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mlacast.kernels.common.sm90_masks import any_marked, apply_mask
+from mlacast.kernels.common.sm90_masks import apply_mask, has_marked
 from mlacast.kernels.common.sm90_rotation import (
+    find_table_row,
+    hide_value,
     load_angles,
-    opaque,
     prefetch_angles,
     rotate,
     split_pairs,
-    table_row,
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import has_tail
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_softmax import (
     finish_item,
+    fold_scores,
     publish_weights,
-    softmax,
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
     BLOCK_H,
     KEY_UNIT,
-    item_token,
-    next_place,
-    phase_of,
-    slot_of,
-    work_range,
+    advance_place,
+    find_phase,
+    find_slot,
+    find_token,
+    find_work_range,
 )
 
 
@@ -57,13 +57,13 @@ def _start_scores(
     """
     q_0, q_1, q_2 = query
     fence_async_shared()
-    slot = slot_of(place, NUM_PIECES)
+    slot = find_slot(place, NUM_PIECES)
     s = gl.zeros((64, 64), gl.float32, S)
     s = warpgroup_mma(q_0, k_even.index(slot).permute((1, 0)), s, use_acc=False, is_async=True)
     s = warpgroup_mma(q_1, k_odd.index(slot).permute((1, 0)), s, is_async=True)
-    place = next_place(place, NUM_PIECES)
-    slot = slot_of(place, NUM_PIECES)
-    mbarrier.wait(k_ready.index(slot), phase_of(place, NUM_PIECES))
+    place = advance_place(place, NUM_PIECES)
+    slot = find_slot(place, NUM_PIECES)
+    mbarrier.wait(k_ready.index(slot), find_phase(place, NUM_PIECES))
     fence_async_shared()
     even = k_even.index(slot).permute((1, 0))
     s = warpgroup_mma(q_2, even.slice(0, 64, dim=0), s, is_async=True)
@@ -93,13 +93,13 @@ def _start_gram(k_even, k_odd, slot, right, S: gl.constexpr):
 
 
 @gluon.jit
-def _late_rows(row):
-    """``opaque(row)`` for the rows of an accumulator: a thread's two are kept as one."""
-    return opaque(row & ~8) | (row & 8)
+def _delay_rows(row):
+    """``hide_value(row)`` for the rows of an accumulator: a thread's two are kept as one."""
+    return hide_value(row & ~8) | (row & 8)
 
 
 @gluon.jit
-def _diagonal(x, row):
+def _take_diagonal(x, row):
     """Diagonal [64] of [64, 64], in the layout of ``row``, the numbers 0 to 63."""
     # First the eight columns with the row's, which are those of a warp: few comparisons.
     blocks = gl.reshape(x, (64, 8, 8))
@@ -116,7 +116,7 @@ def _diagonal(x, row):
 
 
 @gluon.jit
-def _item_after(item, num_items, num_programs):
+def _find_next_item(item, num_items, num_programs):
     """The program's next item, or the last of all.
 
     In one piece, without a sum that the loop needs too: what is kept over the keys spills.
@@ -138,7 +138,7 @@ def _item_after(item, num_items, num_programs):
 
 
 @gluon.jit
-def score_role(
+def run_score_role(
     k_even,
     k_odd,
     tail_smem,
@@ -196,11 +196,11 @@ def score_role(
     count = 0
     if QUERY.is_rotated:
         pairs, other = split_pairs(gl.zeros((BLOCK_H, 64), gl.bfloat16, Q), QUERY.half_pairing)
-        first_token = item_token(gl.program_id(0), work, WORK)
-        angles = table_row(table_rows, positions_ptr, stride_positions, first_token)
+        first_token = find_token(gl.program_id(0), work, WORK)
+        angles = find_table_row(table_rows, positions_ptr, stride_positions, first_token)
         prefetch_angles(table_ptr, stride_table, angles)
     for item in range(gl.program_id(0), work.num_items, work.num_programs):
-        token, _, num_blocks, _, _ = work_range(
+        token, _, num_blocks, _, _ = find_work_range(
             item,
             work,
             pool,
@@ -210,25 +210,25 @@ def score_role(
             EXTRA,
         )
         if QUERY.is_rotated:
-            next_item = _item_after(item, work.num_items, work.num_programs)
-            next_token = item_token(next_item, work, WORK)
-            next_angles = table_row(table_rows, positions_ptr, stride_positions, next_token)
-        slot = slot_of(place, RING.num_pieces)
-        mbarrier.wait(k_ready.index(slot), phase_of(place, RING.num_pieces))
-        place = next_place(place, RING.num_pieces)
-        right = slot_of(place, RING.num_pieces)
-        mbarrier.wait(k_ready.index(right), phase_of(place, RING.num_pieces))
-        last = k_odd.index(right)
+            next_item = _find_next_item(item, work.num_items, work.num_programs)
+            next_token = find_token(next_item, work, WORK)
+            next_angles = find_table_row(table_rows, positions_ptr, stride_positions, next_token)
+        slot = find_slot(place, RING.num_pieces)
+        mbarrier.wait(k_ready.index(slot), find_phase(place, RING.num_pieces))
+        place = advance_place(place, RING.num_pieces)
+        right = find_slot(place, RING.num_pieces)
+        mbarrier.wait(k_ready.index(right), find_phase(place, RING.num_pieces))
+        last = k_odd.index(right)  # [64, 128]
         if QUERY.has_norm:
             gram = _start_gram(k_even, k_odd, slot, right, S)
         q_halves.index(0).store(last.slice(0, 64, dim=1).load(Q))
         q_64_smem.index(0).store(k_even.index(right).slice(64, 64, dim=1).load(Q))
-        q_rope = last.slice(64, 64, dim=1).load(Q)
+        q_rope = last.slice(64, 64, dim=1).load(Q)  # [64, 64]
         if HAS_TAIL:
             q_halves.index(1).store(q_rope)
-            place = next_place(place, RING.num_pieces)
-            third = slot_of(place, RING.num_pieces)
-            mbarrier.wait(k_ready.index(third), phase_of(place, RING.num_pieces))
+            place = advance_place(place, RING.num_pieces)
+            third = find_slot(place, RING.num_pieces)
+            mbarrier.wait(k_ready.index(third), find_phase(place, RING.num_pieces))
             q_rope = k_even.index(third).slice(0, 64, dim=1).load(Q)
             mbarrier.arrive(k_free.index(third), count=1)
         if QUERY.is_rotated:
@@ -250,18 +250,18 @@ def score_role(
         if QUERY.has_norm:
             # The norm is one factor per head, so it joins the score scale.
             gram = warpgroup_mma_wait(0, deps=[gram])
-            squares = _diagonal(gram, _late_rows(row))
+            squares = _take_diagonal(gram, _delay_rows(row))  # [64]
             score_scale *= gl.rsqrt(squares * (1.0 / 512.0) + eps)
             # NaN in the query comes with the scores; here it would reach masked keys.
             score_scale = gl.where(score_scale != score_scale, 1.0, score_scale)
         mbarrier.arrive(k_free.index(slot), count=1)
         mbarrier.arrive(k_free.index(right), count=1)
-        place = next_place(place, RING.num_pieces)
+        place = advance_place(place, RING.num_pieces)
         base = gl.full((BLOCK_H,), -float("inf"), gl.float32, ROW)
         partial_sum = gl.full((BLOCK_H, 4), 0.0, gl.float32, PARTIAL)
         for i in range(num_blocks):
             mbarrier.wait(
-                k_ready.index(slot_of(place, RING.num_pieces)), phase_of(place, RING.num_pieces)
+                k_ready.index(find_slot(place, RING.num_pieces)), find_phase(place, RING.num_pieces)
             )
             # Zero, but part of a block's addresses: those of an item would be kept, and spill.
             zero = count >> 31
@@ -279,17 +279,17 @@ def score_role(
                 HAS_TAIL,
                 S,
             )
-            mask = mask_smem.index(count & 3)
-            masked = any_marked(mask)
+            mask = mask_smem.index(count & 3)  # [64]
+            masked = has_marked(mask)
             if RING.delays_output:
                 s = warpgroup_mma_wait(1, deps=[s])
                 if i > 0:
                     mbarrier.arrive(p_go, count=1)
             s = warpgroup_mma_wait(0, deps=[s])
-            place = next_place(place, RING.num_pieces)
+            place = advance_place(place, RING.num_pieces)
             if masked != 0:
                 s = apply_mask(s, mask, COLUMN)
-            p, alpha, base, partial_sum = softmax(
+            p, alpha, base, partial_sum = fold_scores(
                 s, base, partial_sum, score_scale, PARTIAL, gl.bfloat16
             )
             publish_weights(p, alpha, p_smem, alpha_smem, p_ready, p_free, count)
@@ -304,7 +304,7 @@ def score_role(
             partial_sum,
             item,
             token,
-            _late_rows(row),
+            _delay_rows(row),
             factor_smem,
             factor_ready,
             factor_free,

@@ -3,8 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mlacast.kernels.common.sm90_rotation import row_offset
-from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import record_words
+from mlacast.kernels.common.sm90_rotation import find_row_offset
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import find_record_words
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import BLOCK_N
 
 
@@ -15,14 +15,14 @@ def load_slots(lane, block, length, extra_length, token, pool, extra_pool, EXTRA
     Returns:
         The slots, and whether they are the extra pool's.
     """
-    row_ptr = pool.indices_ptr + row_offset(token, pool.stride_indices)
+    row_ptr = pool.indices_ptr + find_row_offset(token, pool.stride_indices)
     is_extra = False
     if EXTRA is not None:
         main_blocks = (length + BLOCK_N - 1) // BLOCK_N
         is_extra = block >= main_blocks
         block = gl.where(is_extra, block - main_blocks, block)
         length = gl.where(is_extra, extra_length, length)
-        extra_row_ptr = extra_pool.indices_ptr + row_offset(token, extra_pool.stride_indices)
+        extra_row_ptr = extra_pool.indices_ptr + find_row_offset(token, extra_pool.stride_indices)
         row_ptr = gl.where(is_extra, extra_row_ptr, row_ptr)
     column = block * BLOCK_N + lane
     return gl.load(row_ptr + column, mask=column < length, other=-1), is_extra
@@ -61,10 +61,10 @@ def locate(
     offset = ids - page * page_size
     # 64 bits before the factor 4: pages may be 8 GiB apart and more.
     page_start = page.to(gl.int64) * stride_page * 4
-    data, scales = record_words(page_size, offset, POOL)
+    data, scales = find_record_words(page_size, offset, POOL)
     if EXTRA is not None:  # noqa: SIM102 - both decided while compiling, the second not without
         if POOL.record != EXTRA.record or POOL.is_inline != EXTRA.is_inline:
-            extra_data, extra_scales = record_words(page_size, offset, EXTRA)
+            extra_data, extra_scales = find_record_words(page_size, offset, EXTRA)
             data = gl.where(is_extra, extra_data, data)
             scales = gl.where(is_extra, extra_scales, scales)
     return cache_ptr + (page_start + data), cache_ptr + (page_start + scales), valid

@@ -4,8 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from mlacast.kernels.common.sm90_rotation import row_offset
-from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import LN_2, head_start, split_of
+from mlacast.kernels.common.sm90_rotation import find_row_offset
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import LN_2, find_head_start, find_split
 
 # Powers of two by which a row's maximum grows before the base of its weights moves.
 LAZINESS = gl.constexpr(8.0)
@@ -17,7 +17,7 @@ _HEADROOM_F16 = gl.constexpr(7.0)
 
 
 @gluon.jit
-def softmax(s, base, partial_sum, score_scale, PARTIAL: gl.constexpr, WEIGHTS: gl.constexpr):
+def fold_scores(s, base, partial_sum, score_scale, PARTIAL: gl.constexpr, WEIGHTS: gl.constexpr):
     """Fold one block of scores [64, 64] into the softmax state.
 
     Weights are relative to ``base``, which follows the maximum only when that has grown more than
@@ -78,10 +78,12 @@ def finish_item(
     ``item_phase`` is the parity of the items before this one.
     """
     total = gl.convert_layout(gl.sum(partial_sum, 1), base.type.layout)
-    head = head_start(item, work, WORK) + row
+    head = find_head_start(item, work, WORK) + row
     if WORK.is_split:
         state = (
-            row_offset(split_of(item, work.num_splits) * work.num_tokens + token, work.num_heads)
+            find_row_offset(
+                find_split(item, work.num_splits) * work.num_tokens + token, work.num_heads
+            )
             + head
         )
         gl.store(partial_max_ptr + state, base, mask=head < work.num_heads)
@@ -99,5 +101,5 @@ def finish_item(
         mbarrier.wait(factor_free, item_phase ^ 1)
         factor_smem.store(factor)
         mbarrier.arrive(factor_ready, count=1)
-        target = row_offset(token, work.num_heads) + head
+        target = find_row_offset(token, work.num_heads) + head
         gl.store(lse_ptr + target, lse, mask=head < work.num_heads)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mlacast.kernels.common.sm90_rotation import row_offset
+from mlacast.kernels.common.sm90_rotation import find_row_offset
 
 BLOCK_H = gl.constexpr(64)
 BLOCK_N = gl.constexpr(64)
@@ -47,14 +47,14 @@ class Work(NamedTuple):
 
 
 @gluon.jit
-def next_piece(slot, phase, NUM_PIECES: gl.constexpr):
+def advance_piece(slot, phase, NUM_PIECES: gl.constexpr):
     """Slot and phase of the piece after ``slot``; the phase flips when the ring wraps."""
     wraps = slot == NUM_PIECES - 1
     return gl.where(wraps, 0, slot + 1), gl.where(wraps, phase ^ 1, phase)
 
 
 @gluon.jit
-def next_place(place, NUM_PIECES: gl.constexpr):
+def advance_place(place, NUM_PIECES: gl.constexpr):
     """Place of the piece after ``place``: bits 0..2 are a slot of the ring, bit 3 its phase.
 
     One register for both. A ring of four counts its pieces: a slot has two bits there.
@@ -66,13 +66,13 @@ def next_place(place, NUM_PIECES: gl.constexpr):
 
 
 @gluon.jit
-def slot_of(place, NUM_PIECES: gl.constexpr):
+def find_slot(place, NUM_PIECES: gl.constexpr):
     """Slot of a place of the ring."""
     return place & (3 if NUM_PIECES == 4 else 7)
 
 
 @gluon.jit
-def phase_of(place, NUM_PIECES: gl.constexpr):
+def find_phase(place, NUM_PIECES: gl.constexpr):
     """Phase of the barriers of a place of the ring."""
     return (place >> (2 if NUM_PIECES == 4 else 3)) & 1
 
@@ -85,17 +85,17 @@ def skip_pieces(slot, count: gl.constexpr, NUM_PIECES: gl.constexpr):
 
 
 @gluon.jit
-def _pool_length(pool, token, HAS_LENGTH: gl.constexpr):
+def _load_pool_length(pool, token, HAS_LENGTH: gl.constexpr):
     """Entries of the token's index row of one pool that count."""
     length = pool.topk
     if HAS_LENGTH:
-        length = gl.load(pool.length_ptr + row_offset(token, pool.stride_length))
+        length = gl.load(pool.length_ptr + find_row_offset(token, pool.stride_length))
         length = gl.minimum(gl.maximum(length, 0), pool.topk)
     return length
 
 
 @gluon.jit
-def item_token(item, work, WORK: gl.constexpr):
+def find_token(item, work, WORK: gl.constexpr):
     """Token of a work item."""
     if WORK.is_split:
         item = item // work.num_splits
@@ -103,7 +103,7 @@ def item_token(item, work, WORK: gl.constexpr):
 
 
 @gluon.jit
-def split_of(item, num_splits):
+def find_split(item, num_splits):
     """``item % num_splits``, computed where it is used: kept over the keys it would spill."""
     return gl.inline_asm_elementwise(
         "{ .reg .s32 whole; mul.lo.s32 whole, $2, $3; sub.s32 $0, $1, whole; }",
@@ -116,7 +116,7 @@ def split_of(item, num_splits):
 
 
 @gluon.jit
-def work_range(
+def find_work_range(
     item,
     work,
     pool,
@@ -131,12 +131,12 @@ def work_range(
         token, first block, number of blocks (at least 1: an item without keys takes one block with
         every key masked), lengths of the main and of the extra list.
     """
-    token = item_token(item, work, WORK)
-    length = _pool_length(pool, token, POOL.has_length)
+    token = find_token(item, work, WORK)
+    length = _load_pool_length(pool, token, POOL.has_length)
     total = (length + BLOCK_N - 1) // BLOCK_N
     extra_length = 0
     if EXTRA is not None:
-        extra_length = _pool_length(extra_pool, token, EXTRA.has_length)
+        extra_length = _load_pool_length(extra_pool, token, EXTRA.has_length)
         total += (extra_length + BLOCK_N - 1) // BLOCK_N
     first = 0
     count = total
@@ -148,7 +148,7 @@ def work_range(
 
 
 @gluon.jit
-def head_start(item, work, WORK: gl.constexpr):
+def find_head_start(item, work, WORK: gl.constexpr):
     """First head of a work item."""
     if WORK.is_split:
         item = item // work.num_splits

@@ -20,11 +20,11 @@ from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.targets import store_target
 from mlacast.kernels.config.attention import PoolConfig, end_config, query_config
 from mlacast.kernels.config.sparse_attention import num_multiprocessors, prefill_work
-from mlacast.kernels.gluon.sm90.sparse_mla_prefill_gather import gather_role
-from mlacast.kernels.gluon.sm90.sparse_mla_prefill_lone_gather import lone_gather_role
-from mlacast.kernels.gluon.sm90.sparse_mla_prefill_lone_score import lone_score_role
-from mlacast.kernels.gluon.sm90.sparse_mla_prefill_output import output_role
-from mlacast.kernels.gluon.sm90.sparse_mla_prefill_score import score_role
+from mlacast.kernels.gluon.sm90.sparse_mla_prefill_gather import run_gather_role
+from mlacast.kernels.gluon.sm90.sparse_mla_prefill_lone_gather import run_lone_gather_role
+from mlacast.kernels.gluon.sm90.sparse_mla_prefill_lone_score import run_lone_score_role
+from mlacast.kernels.gluon.sm90.sparse_mla_prefill_output import run_output_role
+from mlacast.kernels.gluon.sm90.sparse_mla_prefill_score import run_score_role
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
     BLOCK_H,
     BLOCK_N,
@@ -172,7 +172,7 @@ def sparse_mla_prefill_kernel(
     gl.warp_specialize(
         [
             (
-                score_role if WORK.parts == 1 else lone_score_role,
+                run_score_role if WORK.parts == 1 else run_lone_score_role,
                 (
                     k_smem,
                     q_smem,
@@ -201,10 +201,10 @@ def sparse_mla_prefill_kernel(
                     POOL,
                 ),
             ),
-            (output_role, (places, early, 0, WORK, QUERY, POOL, END, OUTPUT)),
-            (output_role, (places, early, 1, WORK, QUERY, POOL, END, OUTPUT)),
+            (run_output_role, (places, early, 0, WORK, QUERY, POOL, END, OUTPUT)),
+            (run_output_role, (places, early, 1, WORK, QUERY, POOL, END, OUTPUT)),
             (
-                gather_role if WORK.parts == 1 else lone_gather_role,
+                run_gather_role if WORK.parts == 1 else run_lone_gather_role,
                 (
                     q_ptr,
                     stride_q_token,

@@ -26,9 +26,9 @@ from mlacast.kernels.gluon.sm90.sparse_mla_prefill_576_barriers import (
     NUM_BARRIERS,
     init_barriers,
 )
-from mlacast.kernels.gluon.sm90.sparse_mla_prefill_576_gather import gather_role
-from mlacast.kernels.gluon.sm90.sparse_mla_prefill_576_output import output_role
-from mlacast.kernels.gluon.sm90.sparse_mla_prefill_576_score import score_role
+from mlacast.kernels.gluon.sm90.sparse_mla_prefill_576_gather import run_gather_role
+from mlacast.kernels.gluon.sm90.sparse_mla_prefill_576_output import run_output_role
+from mlacast.kernels.gluon.sm90.sparse_mla_prefill_576_score import run_score_role
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
     BLOCK_H,
     BLOCK_N,
@@ -122,7 +122,7 @@ def sparse_mla_prefill_576_kernel(
     gl.warp_specialize(
         [
             (
-                score_role,
+                run_score_role,
                 (
                     barriers,
                     (k_smem, tail_smem, q_smem, q_16_smem, p_smem, alpha_smem, mask_smem),
@@ -140,10 +140,10 @@ def sparse_mla_prefill_576_kernel(
                     END,
                 ),
             ),
-            (output_role, (places, 0, WORK, POOL, END, OUTPUT)),
-            (output_role, (places, 1, WORK, POOL, END, OUTPUT)),
+            (run_output_role, (places, 0, WORK, POOL, END, OUTPUT)),
+            (run_output_role, (places, 1, WORK, POOL, END, OUTPUT)),
             (
-                gather_role,
+                run_gather_role,
                 (
                     (q_ptr, stride_q_token, stride_q_head),
                     (kv_ptr, stride_kv, s_kv),

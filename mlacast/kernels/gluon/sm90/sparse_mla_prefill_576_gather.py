@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from mlacast.kernels.common.sm90_rotation import opaque, row_offset
+from mlacast.kernels.common.sm90_rotation import find_row_offset, hide_value
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_576_barriers import (
     K_FREE,
     K_READY,
@@ -18,10 +18,10 @@ from mlacast.kernels.gluon.sm90.sparse_mla_prefill_576_barriers import (
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
     BLOCK_H,
     BLOCK_N,
-    block_count,
-    next_phase,
-    next_slot,
-    row_length,
+    advance_phase,
+    advance_slot,
+    count_blocks,
+    load_row_length,
 )
 
 
@@ -29,7 +29,7 @@ from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
 def _load_ids(indices_ptr, stride_indices, token, first, lane, length):
     """Row numbers of one block; -1 at or past ``length``."""
     # One address a thread: what is the same in all threads is added before the lane.
-    first_ptr = indices_ptr + row_offset(token, stride_indices) + first
+    first_ptr = indices_ptr + find_row_offset(token, stride_indices) + first
     return gl.load(first_ptr + lane, mask=first + lane < length, other=-1)
 
 
@@ -62,7 +62,7 @@ def _publish(barriers, slot):
 
 
 @gluon.jit
-def gather_role(
+def run_gather_role(
     query,
     keys,
     lists,
@@ -96,15 +96,15 @@ def gather_role(
     phases = 3
     step = gl.num_programs(0)
     first_token = gl.program_id(0) // WORK.head_blocks
-    length = row_length(length_ptr, stride_length, first_token, topk, POOL)
+    length = load_row_length(length_ptr, stride_length, first_token, topk, POOL)
     ids = _load_ids(indices_ptr, stride_indices, first_token, 0, lane, length)
     for tile in range(gl.program_id(0), num_tiles, step):
         token = tile // WORK.head_blocks
         # A selection stays in uniform registers, where a minimum would not.
         next_token = gl.where(tile + step < num_tiles, tile + step, tile) // WORK.head_blocks
-        next_length = row_length(length_ptr, stride_length, next_token, topk, POOL)
+        next_length = load_row_length(length_ptr, stride_length, next_token, topk, POOL)
         base = q_ptr + token.to(gl.int64) * stride_q_token
-        head = (tile % WORK.head_blocks) * BLOCK_H + opaque(lane)
+        head = (tile % WORK.head_blocks) * BLOCK_H + hide_value(lane)
         mbarrier.wait(barriers.index(K_FREE + slot), phase)
         left = k_smem.index(slot).slice(0, 256, dim=1)
         right = k_smem.index(slot).slice(256, 256, dim=1)
@@ -114,9 +114,9 @@ def gather_role(
         phases ^= 2
         _copy_query(q_smem.index(0), base, stride_q_head, head, num_heads, 448, 128, WORK)
         _publish(barriers, slot)
-        phase = next_phase(slot, phase)
-        slot = next_slot(slot)
-        num_blocks = block_count(length)
+        phase = advance_phase(slot, phase)
+        slot = advance_slot(slot)
+        num_blocks = count_blocks(length)
         for i in range(num_blocks):
             valid = (ids >= 0) & (ids < s_kv)  # [64]
             rows = kv_ptr + (ids.to(gl.int64) * stride_kv)[:, None]  # [64, 1]
@@ -141,6 +141,6 @@ def gather_role(
                 tail_smem, rows + d_tail[None, :], mask=valid[:, None]
             )
             _publish(barriers, slot)
-            phase = next_phase(slot, phase)
-            slot = next_slot(slot)
+            phase = advance_phase(slot, phase)
+            slot = advance_slot(slot)
         length = next_length

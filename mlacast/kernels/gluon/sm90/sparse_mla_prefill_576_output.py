@@ -8,8 +8,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mlacast.kernels.common.sm90_order import held_back
-from mlacast.kernels.common.sm90_rotation import aligned_offset, halves
+from mlacast.kernels.common.sm90_order import hold_back
+from mlacast.kernels.common.sm90_rotation import find_aligned_offset, split_halves
 from mlacast.kernels.common.sm90_scaled_store import store_scaled_block
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_576_barriers import (
     ALPHA_FREE,
@@ -22,14 +22,14 @@ from mlacast.kernels.gluon.sm90.sparse_mla_prefill_576_barriers import (
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
     BLOCK_H,
-    block_count,
-    next_slot,
-    row_length,
+    advance_slot,
+    count_blocks,
+    load_row_length,
 )
 
 
 @gluon.jit
-def output_role(
+def run_output_role(
     places,
     HALF: gl.constexpr,
     WORK: gl.constexpr,
@@ -54,10 +54,10 @@ def output_role(
     tile_phase = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         token = tile // WORK.head_blocks
-        num_blocks = block_count(row_length(length_ptr, stride_length, token, topk, POOL))
+        num_blocks = count_blocks(load_row_length(length_ptr, stride_length, token, topk, POOL))
         o = gl.zeros((BLOCK_H, 256), gl.float32, OUT)
         for i in range(num_blocks):
-            slot = next_slot(slot)
+            slot = advance_slot(slot)
             mbarrier.wait(barriers.index(P_READY), count & 1)
             alpha = alpha_smem.load(ROW)  # [64]
             # Only the final factors wait for that; the next rescale factors wait for P V.
@@ -82,15 +82,15 @@ def output_role(
         row = token.to(gl.int64)
         head_start = (tile % WORK.head_blocks) * BLOCK_H
         padding = gl.where(token == num_tiles // WORK.head_blocks - 1, padding_rows, 0)
-        left, right = halves(o, 256)
+        left, right = split_halves(o, 256)
         for part in gl.static_range(2):
-            factor = held_back(factor)
-            alive = gl.where(factor == 0.0, 0, -1)
+            factor = hold_back(factor)
+            alive = gl.where(factor == 0.0, 0, -1)  # [64]
             store_scaled_block(
                 left if part == 0 else right,
                 factor,
                 alive,
-                data_ptr + aligned_offset(token, stride_data_token),
+                data_ptr + find_aligned_offset(token, stride_data_token),
                 stride_data_group,
                 sf_ptr,
                 stride_sf_token,
@@ -107,4 +107,4 @@ def output_role(
                 END.has_sink,
                 OUTPUT,
             )
-        slot = next_slot(slot)
+        slot = advance_slot(slot)

@@ -9,14 +9,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mlacast.kernels.common.sm90_masks import any_marked, apply_mask
+from mlacast.kernels.common.sm90_masks import apply_mask, has_marked
 from mlacast.kernels.common.sm90_rotation import (
+    find_row_offset,
+    find_table_row,
+    hide_rows,
     load_angles,
-    opaque_rows,
     rotate,
-    row_offset,
     split_pairs,
-    table_row,
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_576_barriers import (
     ALPHA_FREE,
@@ -33,10 +33,10 @@ from mlacast.kernels.gluon.sm90.sparse_mla_prefill_576_barriers import (
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
     BLOCK_H,
     LN_2,
-    block_count,
-    next_phase,
-    next_slot,
-    row_length,
+    advance_phase,
+    advance_slot,
+    count_blocks,
+    load_row_length,
 )
 
 # Sums of the rows [64] of scores by the four threads that share one, [64, 4].
@@ -74,7 +74,7 @@ def _start_scores(barriers, query, k, tail, S: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(s, running_max, partial_sum, score_scale):
+def _fold_scores(s, running_max, partial_sum, score_scale):
     """Fold one block of scores [64, 64] into the softmax state.
 
     Returns:
@@ -149,7 +149,7 @@ def _load_query(q_slot, q_16_smem, q_smem, Q: gl.constexpr):
 @gluon.jit
 def _load_sink(sink_ptr, tile, num_heads, WORK: gl.constexpr, ROW: gl.constexpr):
     """Sinks [64] of the heads of a tile."""
-    head = (tile % WORK.head_blocks) * BLOCK_H + opaque_rows(ROW)
+    head = (tile % WORK.head_blocks) * BLOCK_H + hide_rows(ROW)
     if WORK.full_tiles:
         return gl.load(sink_ptr + head)
     else:
@@ -179,8 +179,8 @@ def _find_factors(running_max, partial_sum, sink, HAS_SINK: gl.constexpr):
 def _store_sums(max_logits_ptr, lse_ptr, running_max, lse, tile, num_heads, WORK: gl.constexpr):
     """Store lse and the largest logits [64] of the heads of a tile."""
     ROW: gl.constexpr = lse.type.layout
-    head = (tile % WORK.head_blocks) * BLOCK_H + opaque_rows(ROW)
-    target = row_offset(tile // WORK.head_blocks, num_heads)
+    head = (tile % WORK.head_blocks) * BLOCK_H + hide_rows(ROW)
+    target = find_row_offset(tile // WORK.head_blocks, num_heads)
     if WORK.full_tiles:
         gl.store(lse_ptr + target + head, lse)
         gl.store(max_logits_ptr + target + head, running_max * LN_2)
@@ -190,7 +190,7 @@ def _store_sums(max_logits_ptr, lse_ptr, running_max, lse, tile, num_heads, WORK
 
 
 @gluon.jit
-def score_role(
+def run_score_role(
     barriers,
     memory,
     lengths,
@@ -200,7 +200,7 @@ def score_role(
     lse_ptr,
     num_heads,
     num_tiles,
-    score_scale_log2,
+    scale_log2,
     WORK: gl.constexpr,
     QUERY: gl.constexpr,
     POOL: gl.constexpr,
@@ -226,7 +226,7 @@ def score_role(
     first_token = gl.program_id(0) // WORK.head_blocks
     if QUERY.is_rotated:
         pairs, other = split_pairs(gl.zeros((BLOCK_H, 64), gl.bfloat16, Q), QUERY.half_pairing)
-        angles = table_row(table_rows, positions_ptr, stride_positions, first_token)
+        angles = find_table_row(table_rows, positions_ptr, stride_positions, first_token)
         cos, sin = load_angles(table_ptr, stride_table, angles, pairs)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         token = tile // WORK.head_blocks
@@ -235,35 +235,35 @@ def score_role(
         next_token = gl.where(next_tile < num_tiles, next_tile, tile) // WORK.head_blocks
         # No token is negative: a number of blocks that all tiles share would be kept, and spill.
         columns = gl.where(token < 0, 0, topk)
-        num_blocks = block_count(row_length(length_ptr, stride_length, token, columns, POOL))
+        num_blocks = count_blocks(load_row_length(length_ptr, stride_length, token, columns, POOL))
         if QUERY.is_rotated:
-            next_angles = table_row(table_rows, positions_ptr, stride_positions, next_token)
+            next_angles = find_table_row(table_rows, positions_ptr, stride_positions, next_token)
         mbarrier.wait(barriers.index(K_READY + slot), phase)
         if QUERY.is_rotated:
             _rotate_query(q_smem, slot, cos, sin, Q, QUERY.half_pairing)
         query = _load_query(k_smem.index(slot), q_16_smem, q_smem, Q)
         mbarrier.arrive(barriers.index(K_FREE + slot), count=2)
-        phase = next_phase(slot, phase)
-        slot = next_slot(slot)
+        phase = advance_phase(slot, phase)
+        slot = advance_slot(slot)
         mbarrier.wait(barriers.index(K_READY + slot), phase)
         fence_async_shared()
         s = _start_scores(barriers, query, k_smem.index(slot), tail_smem, S)
-        masked = any_marked(mask_smem.index(slot))
+        masked = has_marked(mask_smem.index(slot))
         # The rescale factors of this tile come where the final factors of the last one are.
         mbarrier.wait(barriers.index(FACTOR_FREE), (count >> 30) ^ 1)
         running_max = gl.full((BLOCK_H,), -float("inf"), gl.float32, ROW)
         partial_sum = gl.full((BLOCK_H, 4), 0.0, gl.float32, _PARTIAL)
         s = _finish_scores(s, masked, mask_smem.index(slot))
         for _ in range(num_blocks - 1):
-            phase = next_phase(slot, phase)
-            slot = next_slot(slot)
-            p, alpha, running_max, partial_sum = _softmax(
-                s, running_max, partial_sum, score_scale_log2
+            phase = advance_phase(slot, phase)
+            slot = advance_slot(slot)
+            p, alpha, running_max, partial_sum = _fold_scores(
+                s, running_max, partial_sum, scale_log2
             )
             mbarrier.wait(barriers.index(K_READY + slot), phase)
             _publish_weights(barriers, p, alpha, p_smem, alpha_smem, count)
             s = _start_scores(barriers, query, k_smem.index(slot), tail_smem, S)
-            masked = any_marked(mask_smem.index(slot))
+            masked = has_marked(mask_smem.index(slot))
             s = warpgroup_mma_wait(1, deps=[s])
             mbarrier.arrive(barriers.index(P_GO + (count & 1)), count=1)
             s = _finish_scores(s, masked, mask_smem.index(slot))
@@ -275,12 +275,12 @@ def score_role(
             sink = _load_sink(sink_ptr, tile, num_heads, WORK, ROW)
         if QUERY.is_rotated:
             cos, sin = load_angles(table_ptr, stride_table, next_angles, pairs)
-        p, alpha, running_max, partial_sum = _softmax(s, running_max, partial_sum, score_scale_log2)
+        p, alpha, running_max, partial_sum = _fold_scores(s, running_max, partial_sum, scale_log2)
         _publish_weights(barriers, p, alpha, p_smem, alpha_smem, count)
         mbarrier.arrive(barriers.index(P_GO + (count & 1)), count=1)
         count += 1
-        phase = next_phase(slot, phase)
-        slot = next_slot(slot)
+        phase = advance_phase(slot, phase)
+        slot = advance_slot(slot)
 
         factor, lse = _find_factors(running_max, partial_sum, sink, END.has_sink)
         _publish_factors(barriers, factor, alpha_smem, count)

@@ -4,13 +4,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from mlacast.kernels.common.sm90_rotation import opaque, row_offset
+from mlacast.kernels.common.sm90_rotation import find_row_offset, hide_value
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
     BLOCK_H,
     BLOCK_N,
-    block_count,
-    next_place,
-    row_length,
+    advance_place,
+    count_blocks,
+    load_row_length,
 )
 
 
@@ -18,19 +18,19 @@ from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
 def load_ids(indices_ptr, stride_indices, token, first, lane, length):
     """Row numbers of one block; -1 at or past ``length``."""
     # One address a thread: what is the same in all threads is added before the lane.
-    first_ptr = indices_ptr + row_offset(token, stride_indices) + first
+    first_ptr = indices_ptr + find_row_offset(token, stride_indices) + first
     return gl.load(first_ptr + lane, mask=first + lane < length, other=-1)
 
 
 @gluon.jit
-def largest_of_thread(x):
+def find_largest_of_thread(x):
     """Largest of a thread's four numbers of [64]: [16], in one register."""
     return gl.max(gl.reshape(x, (BLOCK_N // 16, 16)), 0)
 
 
 @gluon.jit
 def repeat_by_thread(x, lane):
-    """Repeat numbers [16] of threads, as ``largest_of_thread`` leaves them, in their rows [64]."""
+    """Repeat numbers [16] of threads, from ``find_largest_of_thread``, in their rows [64]."""
     rows = gl.expand_dims(x, 0).broadcast_to((BLOCK_N // 16, 16))
     return gl.convert_layout(gl.reshape(rows, (BLOCK_N,)), lane.type.layout, assert_trivial=True)
 
@@ -59,10 +59,10 @@ def gather_query(
     # In chunk16 order the address of each chunk is its own: fewer columns at a time.
     WIDTH: gl.constexpr = 64 if QUERY.chunk16 else 512
     for first in gl.static_range(0, 512, WIDTH):
-        head = (tile % WORK.head_blocks) * BLOCK_H + opaque(lane)
+        head = (tile % WORK.head_blocks) * BLOCK_H + hide_value(lane)
         q_d = first + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
         if QUERY.chunk16:
-            chunk = (q_d // 16) * (opaque(num_heads) * 16) + q_d % 16
+            chunk = (q_d // 16) * (hide_value(num_heads) * 16) + q_d % 16
             query = base + ((head * 16)[:, None] + chunk[None, :])
         else:
             query = base + (head * stride_q_head)[:, None] + q_d[None, :]
@@ -75,7 +75,7 @@ def gather_query(
 
 
 @gluon.jit
-def gather_role(
+def run_gather_role(
     q_ptr,
     stride_q_token,
     stride_q_head,
@@ -111,12 +111,12 @@ def gather_role(
     place = 4
     step = gl.num_programs(0)
     first_token = gl.program_id(0) // WORK.head_blocks
-    length = row_length(length_ptr, stride_length, first_token, topk, POOL)
+    length = load_row_length(length_ptr, stride_length, first_token, topk, POOL)
     ids = load_ids(indices_ptr, stride_indices, first_token, 0, lane, length)
     for tile in range(gl.program_id(0), num_tiles, step):
         token = tile // WORK.head_blocks
         next_token = gl.where(tile + step < num_tiles, tile + step, tile) // WORK.head_blocks
-        next_length = row_length(length_ptr, stride_length, next_token, topk, POOL)
+        next_length = load_row_length(length_ptr, stride_length, next_token, topk, POOL)
         base = q_ptr + token.to(gl.int64) * stride_q_token
         slot = place & 3
         mbarrier.wait(k_free.index(slot), (place >> 2) & 1)
@@ -132,9 +132,11 @@ def gather_role(
             QUERY,
         )
         publish(slot, k_ready)
-        place = next_place(place)
-        num_blocks = block_count(length)
-        best = largest_of_thread(gl.full((BLOCK_N,), float("-inf"), gl.float32, lane.type.layout))
+        place = advance_place(place)
+        num_blocks = count_blocks(length)
+        best = find_largest_of_thread(
+            gl.full((BLOCK_N,), float("-inf"), gl.float32, lane.type.layout)
+        )
         alive_row = alive_smem.index((place >> 3) & 3)
         for i in range(num_blocks):
             valid = (ids >= 0) & (ids < s_kv)
@@ -151,11 +153,11 @@ def gather_role(
             slot = place & 3
             mbarrier.wait(k_free.index(slot), (place >> 2) & 1)
             bias = gl.where(valid, 0.0, float("-inf"))
-            best = gl.maximum(best, largest_of_thread(bias))
+            best = gl.maximum(best, find_largest_of_thread(bias))
             bias_smem.index(slot).store(bias)
             alive_row.store(repeat_by_thread((best == 0.0).to(gl.int8), lane))
             async_copy.async_copy_global_to_shared(k_smem.index(slot), rows, mask=valid[:, None])
             publish(slot, k_ready)
-            place = next_place(place)
+            place = advance_place(place)
         place += 8
         length = next_length

@@ -4,10 +4,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from mlacast.kernels.common.sm90_rotation import opaque
+from mlacast.kernels.common.sm90_rotation import hide_value
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_gather import (
+    find_largest_of_thread,
     gather_query,
-    largest_of_thread,
     load_ids,
     publish,
     repeat_by_thread,
@@ -15,15 +15,15 @@ from mlacast.kernels.gluon.sm90.sparse_mla_prefill_gather import (
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
     BLOCK_N,
     NUM_SLOTS,
-    block_count,
-    next_phase,
-    next_slot,
-    row_length,
+    advance_phase,
+    advance_slot,
+    count_blocks,
+    load_row_length,
 )
 
 
 @gluon.jit
-def lone_gather_role(
+def run_lone_gather_role(
     q_ptr,
     stride_q_token,
     stride_q_head,
@@ -48,14 +48,14 @@ def lone_gather_role(
 ):
     """Fill the ring: the query [64, 512], then the blocks of 64 selected rows of the only tile.
 
-    As ``gather_role``, with the same slots. The left half of the first block has a barrier of its
+    As ``run_gather_role``, same slots. The left half of the first block has a barrier of its
     own, the last of ``k_ready``. Of a block's rows only the program's part, 256 dimensions, is
     multiplied by weights: the other half of a slot is filled again when the weights are out.
     """
     k_free, p_ready = is_free
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     # What is computed from it ahead of the roles would spill.
-    lane = opaque(gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT)))
+    lane = hide_value(gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT)))
     d = gl.arange(0, 256, gl.SliceLayout(0, LAYOUT))
     halves = k_smem._reinterpret(gl.bfloat16, [2 * NUM_SLOTS, BLOCK_N, 256], k_smem.layout)
     part = gl.program_id(0) % 2
@@ -65,7 +65,7 @@ def lone_gather_role(
     # blocks, because at the start every load comes from far.
     ids = load_ids(indices_ptr, stride_indices, token, 0, lane, topk)
     next_ids = load_ids(indices_ptr, stride_indices, token, BLOCK_N, lane, topk)
-    length = row_length(length_ptr, stride_length, token, topk, POOL)
+    length = load_row_length(length_ptr, stride_length, token, topk, POOL)
     gather_query(
         q_ptr + token.to(gl.int64) * stride_q_token,
         stride_q_head,
@@ -80,16 +80,16 @@ def lone_gather_role(
     publish(0, k_ready)
     slot = 1
     phase = 1
-    best = largest_of_thread(gl.full((BLOCK_N,), float("-inf"), gl.float32, lane.type.layout))
+    best = find_largest_of_thread(gl.full((BLOCK_N,), float("-inf"), gl.float32, lane.type.layout))
     alive_row = alive_smem.index(0)
-    num_blocks = block_count(length)
+    num_blocks = count_blocks(length)
     for i in range(num_blocks):
         valid = (ids >= 0) & (ids < s_kv) & (i * BLOCK_N + lane < length)
         rows = kv_ptr + (ids.to(gl.int64) * stride_kv)[:, None] + d[None, :]
         ids = next_ids
         next_ids = load_ids(indices_ptr, stride_indices, token, (i + 2) * BLOCK_N, lane, topk)
         bias = gl.where(valid, 0.0, float("-inf"))
-        best = gl.maximum(best, largest_of_thread(bias))
+        best = gl.maximum(best, find_largest_of_thread(bias))
         # Weights of a block are out: nobody reads its rows but for P V. The third block follows the
         # query, which is not read by halves.
         mbarrier.wait(p_ready.index((i + 1) & 1), ((i - 3) >> 1) & 1, pred=i >= NUM_SLOTS)
@@ -109,5 +109,5 @@ def lone_gather_role(
             halves.index(2 * slot + late), rows + late * 256, mask=valid[:, None]
         )
         publish(slot, k_ready)
-        phase = next_phase(slot, phase)
-        slot = next_slot(slot)
+        phase = advance_phase(slot, phase)
+        slot = advance_slot(slot)

@@ -4,8 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from mlacast.kernels.common.sm90_rotation import row_offset
-from mlacast.kernels.gluon.sm90.sparse_mla_prefill_lone_score import score_scales
+from mlacast.kernels.common.sm90_rotation import find_row_offset
+from mlacast.kernels.gluon.sm90.sparse_mla_prefill_lone_score import find_score_scales
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import TOTAL
 
 # More tiles keep the memory busy: rows that are sent for delay those that are waited for.
@@ -21,7 +21,7 @@ def serve_scores(early, k_smem, alpha_smem, k_free, p_go, QUERY: gl.constexpr):
     k_ready, eps, score_scale_log2, indices_ptr, stride_indices, kv_ptr, stride_kv, s_kv = early
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     mbarrier.wait(k_ready.index(0), 0)
-    scale = score_scales(k_smem.index(0), eps, score_scale_log2, S, QUERY)
+    scale = find_score_scales(k_smem.index(0), eps, score_scale_log2, S, QUERY)
     mbarrier.arrive(k_free.index(0), count=1)
     alpha_smem.index(TOTAL).store(scale)
     mbarrier.arrive(p_go.index(0), count=1)
@@ -36,7 +36,7 @@ def prefetch_rows(early, topk, WORK: gl.constexpr):
     column = _FIRST + (gl.program_id(0) % 2) * _COLUMNS + gl.arange(0, _COLUMNS, LAYOUT)
     limit = gl.where(gl.num_programs(0) <= 2 * _FEW_TILES, topk, 0)
     ids = gl.load(
-        indices_ptr + row_offset(token, stride_indices) + column, mask=column < limit, other=-1
+        indices_ptr + find_row_offset(token, stride_indices) + column, mask=column < limit, other=-1
     )
     valid = (ids >= 0) & (ids < s_kv)
     rows = kv_ptr + ids.to(gl.int64) * stride_kv

@@ -10,39 +10,39 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mlacast.kernels.common.sm90_rotation import (
+    find_table_row,
+    hide_value,
     load_angles,
-    opaque,
     rotate,
     split_pairs,
-    sum_of_squares,
-    table_row,
+    sum_squares,
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_score import (
+    fold_scores,
     publish_last,
-    softmax,
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
     BLOCK_H,
     NUM_SLOTS,
     TOTAL,
-    block_count,
-    next_phase,
-    next_slot,
-    row_length,
+    advance_phase,
+    advance_slot,
+    count_blocks,
+    load_row_length,
 )
 
 
 @gluon.jit
-def score_scales(query, eps, score_scale_log2, S: gl.constexpr, QUERY: gl.constexpr):
+def find_score_scales(query, eps, score_scale_log2, S: gl.constexpr, QUERY: gl.constexpr):
     """Score scales [64] of the heads of a query [64, 512]: every sum is that of ``take_query``."""
     Q: gl.constexpr = gl.DotOperandLayout(0, S, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     scale = gl.full((BLOCK_H,), 0.0, gl.float32, ROW) + score_scale_log2
     if QUERY.has_norm:
-        squares = sum_of_squares(query.slice(448, 64, dim=1).load(Q), ROW)
-        squares += sum_of_squares(query.slice(384, 64, dim=1).load(Q), ROW)
-        left = sum_of_squares(query.slice(0, 256, dim=1).load(Q), ROW)
-        squares += left + sum_of_squares(query.slice(256, 128, dim=1).load(Q), ROW)
+        squares = sum_squares(query.slice(448, 64, dim=1).load(Q), ROW)
+        squares += sum_squares(query.slice(384, 64, dim=1).load(Q), ROW)
+        left = sum_squares(query.slice(0, 256, dim=1).load(Q), ROW)
+        squares += left + sum_squares(query.slice(256, 128, dim=1).load(Q), ROW)
         scale *= gl.rsqrt(squares * (1.0 / 512.0) + eps)
     return scale
 
@@ -68,17 +68,17 @@ def _start_right(q_right_smem, k, s):
 
 
 @gluon.jit
-def _any_key_out(bias):
+def _has_key_out(bias):
     """Whether any of a block's 64 keys does not count, as one number, for a branch."""
     # Every warp reads all 64 entries: no exchange between warps.
     WARP: gl.constexpr = gl.DistributedLinearLayout(
         [[1]], [[2], [4], [8], [16], [32]], [[0], [0]], [], [64]
     )
-    return opaque(gl.max((bias.load(WARP) < 0.0).to(gl.int32), 0))
+    return hide_value(gl.max((bias.load(WARP) < 0.0).to(gl.int32), 0))
 
 
 @gluon.jit
-def lone_score_role(
+def run_lone_score_role(
     k_smem,
     q_smem,
     p_smem,
@@ -107,7 +107,7 @@ def lone_score_role(
 ):
     """Scores and softmax of the program's only tile.
 
-    As ``score_role``, with the same bits, but the products of the next block are issued before the
+    As ``run_score_role``, same bits, but the products of the next block are issued before the
     softmax of a block: P V takes half of what it does there, and would leave the tensor cores idle
     during the softmax. It follows as soon as the weights are stored: there is no ``p_go``.
     """
@@ -124,9 +124,9 @@ def lone_score_role(
     sin = 0
     if QUERY.is_rotated:
         pairs, other = split_pairs(gl.zeros((BLOCK_H, 64), gl.bfloat16, Q), QUERY.half_pairing)
-        angles = table_row(table_rows, positions_ptr, stride_positions, token)
+        angles = find_table_row(table_rows, positions_ptr, stride_positions, token)
         cos, sin = load_angles(table_ptr, stride_table, angles, pairs)
-    num_blocks = block_count(row_length(length_ptr, stride_length, token, topk, POOL))
+    num_blocks = count_blocks(load_row_length(length_ptr, stride_length, token, topk, POOL))
     mbarrier.wait(k_ready.index(0), 0)
     query = k_smem.index(0)
     q_left = query.slice(0, 256, dim=1).load(Q)
@@ -150,19 +150,19 @@ def lone_score_role(
     running_max = gl.full((BLOCK_H,), -float("inf"), gl.float32, ROW)
     base = running_max
     partial_sum = gl.full((BLOCK_H, 4), 0.0, gl.float32, PARTIAL)
-    masked = _any_key_out(bias_smem.index(slot))
+    masked = _has_key_out(bias_smem.index(slot))
     mbarrier.wait(p_go.index(0), 0)
     score_scale = alpha_smem.index(TOTAL).load(ROW)
     s = warpgroup_mma_wait(0, deps=[s])
     if masked != 0:
         s += bias_smem.index(slot).load(COLUMN)[None, :]
     for count in range(num_blocks - 1):
-        phase = next_phase(slot, phase)
-        slot = next_slot(slot)
+        phase = advance_phase(slot, phase)
+        slot = advance_slot(slot)
         mbarrier.wait(k_ready.index(slot), phase)
         ahead = _start_left(q_left, k_smem.index(slot), S)
         ahead = _start_middle(q_middle, k_smem.index(slot), ahead)
-        p, alpha, base, running_max, partial_sum = softmax(
+        p, alpha, base, running_max, partial_sum = fold_scores(
             s, base, running_max, partial_sum, score_scale, PARTIAL, False
         )
         buffer = count & 1
@@ -172,11 +172,11 @@ def lone_score_role(
         fence_async_shared()
         mbarrier.arrive(p_ready.index(buffer), count=1)
         ahead = _start_right(q_smem, k_smem.index(slot), ahead)
-        masked = _any_key_out(bias_smem.index(slot))
+        masked = _has_key_out(bias_smem.index(slot))
         s = warpgroup_mma_wait(0, deps=[ahead])
         if masked != 0:
             s += bias_smem.index(slot).load(COLUMN)[None, :]
-    p, alpha, base, running_max, partial_sum = softmax(
+    p, alpha, base, running_max, partial_sum = fold_scores(
         s, base, running_max, partial_sum, score_scale, PARTIAL, True
     )
     publish_last(

@@ -8,17 +8,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mlacast.kernels.common.sm90_order import awaited, held_back
+from mlacast.kernels.common.sm90_order import hold_back, wait_until_there
 from mlacast.kernels.common.sm90_rescale import rescale
 from mlacast.kernels.common.sm90_rotation import (
-    halves,
+    find_row_offset,
+    find_table_row,
+    hide_rows,
     load_angles,
-    opaque_rows,
     prefetch_angles,
     rotate_back,
-    row_offset,
+    split_halves,
     split_pairs,
-    table_row,
 )
 from mlacast.kernels.common.sm90_scaled_store import store_scaled_block
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_lone_output import (
@@ -32,10 +32,10 @@ from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
     MAXIMUM,
     NUM_SLOTS,
     TOTAL,
-    block_count,
-    next_slot,
-    row_length,
-    tile_range,
+    advance_slot,
+    count_blocks,
+    find_tile_range,
+    load_row_length,
 )
 
 
@@ -71,7 +71,7 @@ def _start_product(
 @gluon.jit
 def _store_rows(target_ptr, numbers, token, head, num_heads, WORK: gl.constexpr):
     """Store numbers of a token's heads."""
-    target = target_ptr + row_offset(token, num_heads) + head
+    target = target_ptr + find_row_offset(token, num_heads) + head
     if WORK.full_tiles:
         gl.store(target, numbers)
     else:
@@ -79,7 +79,7 @@ def _store_rows(target_ptr, numbers, token, head, num_heads, WORK: gl.constexpr)
 
 
 @gluon.jit
-def output_role(
+def run_output_role(
     places,
     early,
     SIDE: gl.constexpr,
@@ -132,8 +132,8 @@ def output_role(
     if ROTATES:
         last = gl.zeros((BLOCK_H, WIDTH), gl.float32, OUT)
         if WIDTH == 256:
-            last = halves(last, 256)[1]
-        pairs, other = split_pairs(halves(last, 128)[1], END.half_pairing)
+            last = split_halves(last, 256)[1]
+        pairs, other = split_pairs(split_halves(last, 128)[1], END.half_pairing)
     slot = 0
     count = 0
     # Of two programs with the same tile the first has the left half of the output.
@@ -144,15 +144,15 @@ def output_role(
             serve_scores(early, k_smem, alpha_smem, k_free, p_go, QUERY)
         else:
             prefetch_rows(early, topk, WORK)
-    first_tile, end_tile, step = tile_range(num_tiles, WORK)
+    first_tile, end_tile, step = find_tile_range(num_tiles, WORK)
     for tile in range(first_tile, end_tile, step):
         token = tile // WORK.head_blocks
-        num_blocks = block_count(row_length(length_ptr, stride_length, token, topk, POOL))
+        num_blocks = count_blocks(load_row_length(length_ptr, stride_length, token, topk, POOL))
         if ROTATES:
-            angles = table_row(table_rows, positions_ptr, stride_positions, token)
+            angles = find_table_row(table_rows, positions_ptr, stride_positions, token)
         o = gl.zeros((BLOCK_H, WIDTH), gl.float32, OUT)
         for _ in range(num_blocks - 1):
-            slot = next_slot(slot)
+            slot = advance_slot(slot)
             buffer = count & 1
             o = _start_product(
                 o,
@@ -171,7 +171,7 @@ def output_role(
             mbarrier.arrive(p_free.index(buffer), count=1)
             mbarrier.arrive(k_free.index(slot), count=1)
             count += 1
-        slot = next_slot(slot)
+        slot = advance_slot(slot)
         buffer = count & 1
         o = _start_product(
             o,
@@ -188,9 +188,9 @@ def output_role(
         )
         # The last product hides the tile's sums and the latency of loads.
         head_start = (tile % WORK.head_blocks) * BLOCK_H
-        head = head_start + opaque_rows(ROW)
-        total = alpha_smem.index(TOTAL + buffer).load(ROW)
-        running_max = alpha_smem.index(MAXIMUM + buffer).load(ROW)
+        head = head_start + hide_rows(ROW)  # [64]
+        total = alpha_smem.index(TOTAL + buffer).load(ROW)  # [64]
+        running_max = alpha_smem.index(MAXIMUM + buffer).load(ROW)  # [64]
         if END.has_sink:
             if WORK.full_tiles:
                 sink = gl.load(sink_ptr + head)
@@ -211,17 +211,17 @@ def output_role(
             if part == 0:
                 _store_rows(lse_ptr, lse, token, head, num_heads, WORK)
                 _store_rows(max_logits_ptr, running_max * LN_2, token, head, num_heads, WORK)
-        factor = awaited(factor)
+        factor = wait_until_there(factor)
         o = warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(p_free.index(buffer), count=1)
         mbarrier.arrive(k_free.index(slot), count=1)
         count += 1
         token_row = token.to(gl.int64)
         padding = gl.where(token == num_tiles // WORK.head_blocks - 1, padding_rows, 0)
-        left, right = halves(o, 256) if WIDTH == 256 else (o, o)
+        left, right = split_halves(o, 256) if WIDTH == 256 else (o, o)
         # The rotated block last: only then are there registers for its angles.
         for first in gl.static_range(0, WIDTH, 128):
-            block = left if first == 0 else right
+            block = left if first == 0 else right  # [64, 128]
             if first + 128 == WIDTH:
                 if WIDTH == 256:
                     # The next tile's first softmax is what everything waits for: go on while its
@@ -231,7 +231,7 @@ def output_role(
                         (count >> 1) & 1,
                         pred=tile + step < end_tile,
                     )
-                    factor = held_back(factor)
+                    factor = hold_back(factor)
                 if ROTATES:  # noqa: SIM102 - as above
                     if part == WORK.parts - 1:
                         cos, sin = load_angles(table_ptr, stride_table, angles, pairs)
@@ -240,7 +240,7 @@ def output_role(
                             block.type.layout,
                             assert_trivial=True,
                         )
-            alive = gl.where(factor == 0.0, 0, -1)
+            alive = gl.where(factor == 0.0, 0, -1)  # [64]
             store_scaled_block(
                 block,
                 factor,
@@ -261,4 +261,4 @@ def output_role(
                 True,
                 OUTPUT,
             )
-        slot = next_slot(slot)
+        slot = advance_slot(slot)

@@ -9,22 +9,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mlacast.kernels.common.sm90_masks import any_marked
+from mlacast.kernels.common.sm90_masks import has_marked
 from mlacast.kernels.common.sm90_rotation import (
+    find_table_row,
     load_angles,
     rotate,
     split_pairs,
-    sum_of_squares,
-    table_row,
+    sum_squares,
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
     BLOCK_H,
     MAXIMUM,
     TOTAL,
-    block_count,
-    next_phase,
-    next_slot,
-    row_length,
+    advance_phase,
+    advance_slot,
+    count_blocks,
+    load_row_length,
 )
 
 # Weights reach 2**8 before their base moves: as precise in bfloat16, and far from overflow.
@@ -53,13 +53,13 @@ def take_query(
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     q_rope = query.slice(448, 64, dim=1).load(Q)
     if QUERY.has_norm:
-        squares = sum_of_squares(q_rope, ROW)
+        squares = sum_squares(q_rope, ROW)
     if QUERY.is_rotated:
         q_rope = gl.convert_layout(rotate(q_rope, cos, sin, QUERY.half_pairing), Q)
     q_smem.slice(64, 64, dim=1).store(q_rope)
     q_part = query.slice(384, 64, dim=1).load(Q)
     if QUERY.has_norm:
-        squares += sum_of_squares(q_part, ROW)
+        squares += sum_squares(q_part, ROW)
     q_smem.slice(0, 64, dim=1).store(q_part)
     fence_async_shared()
     q_left = query.slice(0, 256, dim=1).load(Q)
@@ -69,7 +69,7 @@ def take_query(
     if QUERY.has_norm:
         # The norm is one factor per head, so it joins the score scale; meanwhile the first keys
         # arrive.
-        squares += sum_of_squares(q_left, ROW) + sum_of_squares(q_middle, ROW)
+        squares += sum_squares(q_left, ROW) + sum_squares(q_middle, ROW)
         score_scale *= gl.rsqrt(squares * (1.0 / 512.0) + eps)
     return q_left, q_middle, score_scale
 
@@ -84,7 +84,7 @@ def start_scores(q_left, q_middle, q_right_smem, k, bias):
 
 
 @gluon.jit
-def softmax(
+def fold_scores(
     s, base, running_max, partial_sum, score_scale, PARTIAL: gl.constexpr, LAST: gl.constexpr
 ):
     """Fold one block of scores [64, 64] into the softmax state.
@@ -140,12 +140,12 @@ def publish_last(
     """Hand over a tile's last block ``count``, with the sums and maxima of its rows."""
     ROW: gl.constexpr = alpha.type.layout
     # The last block is here, and with it what the gather role knows of the whole tile.
-    alive = any_marked(alive_row)
+    alive = has_marked(alive_row)
     buffer = count & 1
     mbarrier.wait(p_free.index(buffer), ((count >> 1) & 1) ^ 1)
     p_smem.index(buffer).store(p)
     alpha_smem.index(buffer).store(alpha)
-    total = gl.convert_layout(gl.sum(partial_sum, 1), ROW)
+    total = gl.convert_layout(gl.sum(partial_sum, 1), ROW)  # [64]
     alpha_smem.index(TOTAL + buffer).store(gl.where(alive != 0, total, 0.0))
     alpha_smem.index(MAXIMUM + buffer).store(running_max)
     fence_async_shared()
@@ -155,7 +155,7 @@ def publish_last(
 
 
 @gluon.jit
-def score_role(
+def run_score_role(
     k_smem,
     q_smem,
     p_smem,
@@ -206,14 +206,14 @@ def score_role(
     sin = 0
     if QUERY.is_rotated:
         pairs, other = split_pairs(gl.zeros((BLOCK_H, 64), gl.bfloat16, Q), QUERY.half_pairing)
-        angles = table_row(table_rows, positions_ptr, stride_positions, first_token)
+        angles = find_table_row(table_rows, positions_ptr, stride_positions, first_token)
         cos, sin = load_angles(table_ptr, stride_table, angles, pairs)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         token = tile // WORK.head_blocks
         next_token = gl.minimum(tile + gl.num_programs(0), num_tiles - 1) // WORK.head_blocks
-        num_blocks = block_count(row_length(length_ptr, stride_length, token, topk, POOL))
+        num_blocks = count_blocks(load_row_length(length_ptr, stride_length, token, topk, POOL))
         if QUERY.is_rotated:
-            next_angles = table_row(table_rows, positions_ptr, stride_positions, next_token)
+            next_angles = find_table_row(table_rows, positions_ptr, stride_positions, next_token)
         mbarrier.wait(k_ready.index(slot), phase)
         q_left, q_middle, score_scale = take_query(
             k_smem.index(slot),
@@ -226,25 +226,25 @@ def score_role(
             S,
             QUERY,
         )
-        phase = next_phase(slot, phase)
-        slot = next_slot(slot)
+        phase = advance_phase(slot, phase)
+        slot = advance_slot(slot)
         mbarrier.wait(k_ready.index(slot), phase)
         zeros = gl.zeros((64, 64), gl.float32, S)
-        bias = gl.broadcast(bias_smem.index(slot).load(COLUMN)[None, :], zeros)[0]
+        bias = gl.broadcast(bias_smem.index(slot).load(COLUMN)[None, :], zeros)[0]  # [64, 64]
         s = start_scores(q_left, q_middle, q_smem, k_smem.index(slot), bias)
         running_max = gl.full((BLOCK_H,), -float("inf"), gl.float32, ROW)
         base = running_max
         partial_sum = gl.full((BLOCK_H, 4), 0.0, gl.float32, PARTIAL)
         s = warpgroup_mma_wait(0, deps=[s])
         for _ in range(num_blocks - 1):
-            p, alpha, base, running_max, partial_sum = softmax(
+            p, alpha, base, running_max, partial_sum = fold_scores(
                 s, base, running_max, partial_sum, score_scale, PARTIAL, False
             )
             _publish_weights(p, alpha, p_smem, alpha_smem, p_ready, p_free, count)
-            phase = next_phase(slot, phase)
-            slot = next_slot(slot)
+            phase = advance_phase(slot, phase)
+            slot = advance_slot(slot)
             mbarrier.wait(k_ready.index(slot), phase)
-            bias = gl.broadcast(bias_smem.index(slot).load(COLUMN)[None, :], s)[0]
+            bias = gl.broadcast(bias_smem.index(slot).load(COLUMN)[None, :], s)[0]  # [64, 64]
             s = start_scores(q_left, q_middle, q_smem, k_smem.index(slot), bias)
             s = warpgroup_mma_wait(1, deps=[s])
             fence_async_shared()
@@ -254,7 +254,7 @@ def score_role(
         # The query's registers are free now, and the end of the tile hides the latency of loads.
         if QUERY.is_rotated:
             cos, sin = load_angles(table_ptr, stride_table, next_angles, pairs)
-        p, alpha, base, running_max, partial_sum = softmax(
+        p, alpha, base, running_max, partial_sum = fold_scores(
             s, base, running_max, partial_sum, score_scale, PARTIAL, True
         )
         publish_last(
@@ -272,5 +272,5 @@ def score_role(
             WORK,
         )
         count += 1 + (1 << 30)
-        phase = next_phase(slot, phase)
-        slot = next_slot(slot)
+        phase = advance_phase(slot, phase)
+        slot = advance_slot(slot)

@@ -6,7 +6,7 @@ A tile is 64 heads of one token. Programs are persistent and take tiles at a str
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mlacast.kernels.common.sm90_rotation import row_offset
+from mlacast.kernels.common.sm90_rotation import find_row_offset
 
 BLOCK_H = gl.constexpr(64)
 BLOCK_N = gl.constexpr(64)
@@ -47,7 +47,7 @@ UNALIGNED = [
 
 
 @gluon.jit
-def tile_range(num_tiles, WORK: gl.constexpr):
+def find_tile_range(num_tiles, WORK: gl.constexpr):
     """First tile of the program, the end of its tiles, and the step from one to the next.
 
     Where programs share a tile each has one, and the compiler sees it.
@@ -61,37 +61,37 @@ def tile_range(num_tiles, WORK: gl.constexpr):
 
 
 @gluon.jit
-def next_slot(slot):
+def advance_slot(slot):
     """Slot of the ring after ``slot``."""
     return gl.where(slot == NUM_SLOTS - 1, 0, slot + 1)
 
 
 @gluon.jit
-def next_phase(slot, phase):
+def advance_phase(slot, phase):
     """Phase of the slot after ``slot``: it flips when the ring wraps."""
     return gl.where(slot == NUM_SLOTS - 1, phase ^ 1, phase)
 
 
 @gluon.jit
-def next_place(place):
+def advance_place(place):
     """Place after ``place``: bits 0 and 1 are a slot, bit 2 its phase; the others stay.
 
-    One register for what ``next_slot`` and ``next_phase`` have in two.
+    One register for what ``advance_slot`` and ``advance_phase`` have in two.
     """
     return gl.where((place & 3) == NUM_SLOTS - 1, place ^ (4 | (NUM_SLOTS - 1)), place + 1)
 
 
 @gluon.jit
-def row_length(length_ptr, stride_length, token, topk, POOL: gl.constexpr):
+def load_row_length(length_ptr, stride_length, token, topk, POOL: gl.constexpr):
     """Entries of the token's index row that count."""
     length = topk
     if POOL.has_length:
-        length = gl.load(length_ptr + row_offset(token, stride_length))
+        length = gl.load(length_ptr + find_row_offset(token, stride_length))
         length = gl.minimum(gl.maximum(length, 0), topk)
     return length
 
 
 @gluon.jit
-def block_count(length):
+def count_blocks(length):
     """Blocks of keys of a tile. A row without entries takes one block with every key masked."""
     return gl.maximum((length + BLOCK_N - 1) // BLOCK_N, 1)
