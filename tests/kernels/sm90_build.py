@@ -51,16 +51,34 @@ class Build:
         notes: What ptxas says about registers and wgmma.
         sass: Disassembly.
         shared: Bytes of shared memory.
+        llir: LLVM IR before the compiler fuses multiplications with additions.
     """
 
     notes: str
     sass: str
     shared: int
+    llir: str
 
     @property
     def spilled_bytes(self) -> int:
         """Most bytes that are stored or loaded by spills, per thread."""
         return max(int(number) for number in re.findall(r"(\d+) bytes spill", self.notes))
+
+    @property
+    def sums_of_products(self) -> int:
+        """Sums of two products, other than squares: which one is rounded is the compiler's choice.
+
+        It chooses by what surrounds them, so two variants may give different bits.
+        """
+        step = re.compile(r"(%\S+) = (fmul|fadd|fsub)(?: [a-z]+)* float (\S+), ([^\s,]+)")
+        products = {}
+        count = 0
+        for name, operation, left, right in step.findall(self.llir):
+            if operation == "fmul":
+                products[name] = left == right
+            elif left in products and right in products:
+                count += not (products[left] and products[right])
+        return count
 
     @property
     def products(self) -> dict[str, int]:
@@ -199,7 +217,7 @@ def build_source(source: Any, options: dict[str, Any]) -> Build:
     early = [name for name in ("ACQBULK", "PREEXIT") if name in sass]
     assert early == (["ACQBULK", "PREEXIT"] if options.get("launch_pdl") else [])
     assert sass.find("ACQBULK") <= sass.find("PREEXIT")
-    built = Build(notes.getvalue(), sass, compiled.metadata.shared)
+    built = Build(notes.getvalue(), sass, compiled.metadata.shared, compiled.asm["llir"])
     assert built.shared <= SHARED_MEMORY_BYTES
     assert "ptxas info" in built.notes
     assert not re.findall(r"C75\d\d", built.notes)

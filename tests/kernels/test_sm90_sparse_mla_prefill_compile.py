@@ -85,6 +85,7 @@ def test_compiles_without_serialised_wgmma_or_spills(constants: dict[str, Any]) 
     # Where the compiler no longer sees neighbours it stores single numbers, and a bfloat16 output
     # takes twice the time.
     assert built.wide_stores == STORES.get(constants["OUTPUT"].kind, {"64": 32})
+    assert built.sums_of_products == 0, "one and two programs a tile may give other bits"
 
 
 @pytest.mark.parametrize("name", SHARED)
@@ -97,5 +98,6 @@ def test_two_programs_a_tile_compile_without_spills(name: str) -> None:
     # First scores and those of the loop, 512 dimensions each; two output roles, 128 by 64 keys.
     assert built.products == {"64x64": 2 * 32, "64x128": 2 * 2 * 4}
     assert built.copy_bits == {"128"}
+    assert built.sums_of_products == 0, "one and two programs a tile may give other bits"
     whole = STORES.get(constants["OUTPUT"].kind, {"64": 32})
     assert built.wide_stores == {bits: number // 2 for bits, number in whole.items()}

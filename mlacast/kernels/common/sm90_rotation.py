@@ -148,14 +148,25 @@ def prefetch_angles(table_ptr, stride_table, table_row):
 
 
 @gluon.jit
+def _turn(first, second, cos, sin):
+    """``first * cos + second * sin`` and ``second * cos - first * sin``.
+
+    Which product of a sum is rounded by itself is said, not left to the compiler: kernels that
+    share a row's bits, one and two programs a tile of a prefill, would differ in it.
+    """
+    cos = gl.broadcast(first, cos)[1]
+    sin = gl.broadcast(first, sin)[1]
+    return gl.fma(first, cos, second * sin), gl.fma(second, cos, -(first * sin))
+
+
+@gluon.jit
 def rotate(x, cos, sin, HALF_PAIRING: gl.constexpr):
     """Rotate the pairs of a bfloat16 tile [64, 64] in float32; ``cos`` and ``sin`` are [1, 32]."""
     first, second = split_pairs(x, HALF_PAIRING)
     first = first.to(gl.float32)
     second = second.to(gl.float32)
-    rotated_first = (first * cos - second * sin).to(gl.bfloat16)
-    rotated_second = (second * cos + first * sin).to(gl.bfloat16)
-    return join_pairs(rotated_first, rotated_second, HALF_PAIRING)
+    rotated_first, rotated_second = _turn(first, second, cos, -sin)
+    return join_pairs(rotated_first.to(gl.bfloat16), rotated_second.to(gl.bfloat16), HALF_PAIRING)
 
 
 @gluon.jit
@@ -169,7 +180,8 @@ def rotate_back(x, cos, sin, HALF_PAIRING: gl.constexpr):
     """Rotate the last 64 of 128 columns by the negative angles; ``cos`` and ``sin`` are [1, 32]."""
     plain, rope = split_halves(x, 128)
     first, second = split_pairs(rope, HALF_PAIRING)
-    rope = join_pairs(first * cos + second * sin, second * cos - first * sin, HALF_PAIRING)
+    turned_first, turned_second = _turn(first, second, cos, sin)
+    rope = join_pairs(turned_first, turned_second, HALF_PAIRING)
     joined = gl.join(plain, gl.convert_layout(rope, plain.type.layout))
     return gl.reshape(gl.permute(joined, (0, 2, 1)), (64, 128))
 

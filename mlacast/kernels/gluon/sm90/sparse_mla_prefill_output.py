@@ -201,11 +201,13 @@ def run_output_role(
             prefetch_angles(table_ptr, stride_table, angles)
         empty = total == 0.0
         divisor = gl.where(empty, 1.0, total)
-        lse = gl.where(empty, -float("inf"), (running_max + gl.log2(divisor)) * LN_2)
+        lse2 = running_max + gl.log2(divisor)
+        lse = gl.where(empty, -float("inf"), lse2 * LN_2)
         factor = gl.where(empty, 0.0, 1.0 / divisor)
         if END.has_sink:
-            # An empty row keeps the factor 0: -inf - (-inf) would be NaN.
-            shifted = gl.where(empty, 0.0, sink - lse)
+            # An empty row keeps the factor 0: -inf - (-inf) would be NaN. One rounding in both
+            # roles, of which one stores lse: which one has a dimension depends on the batch.
+            shifted = gl.where(empty, 0.0, gl.fma(lse2, gl.full_like(lse2, -LN_2), sink))
             factor = gl.where(sink == float("inf"), 0.0, factor / (1.0 + gl.exp(shifted)))
         if SIDE == 0:  # noqa: SIM102 - decided while compiling, the other while running
             if part == 0:
