@@ -48,6 +48,7 @@ CASES = (
     Case("mx-chunk-h16", 16, MX32, 2, "interleaved", True, True, True, "chunk16", places=MIDDLE),
     Case("bf16-h96", 96, pairing="half", norm=True, sink=True),
     Case("group128-f32", 64, GROUP_128, 8, "interleaved", True, places=ENDS),
+    Case("group128-f32-sink", 64, GROUP_128, 8, "half", True, True, True),
     Case("group128-packed", 128, PACKED_128, 8, "half", places=ENDS),
     Case("group64-pow2", 40, POW2_64, 5, sink=True),
     Case("group32-f32", 64, GROUP_32, 4, lengths=True),
