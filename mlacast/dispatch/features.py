@@ -56,7 +56,7 @@ PROJECT_FEATURES = frozenset(
         "weights:blocks_128",
         "weights:groups_32",
         "weights:strided_scales",
-        "weights:far_apart",
+        "operands:far_apart",
         "features:partial_blocks",
         "rows:unaligned",
         "scales:of_a_range",

@@ -226,7 +226,7 @@ _UE8M0_32 = frozenset(
 )
 _HOPPER_PRODUCTS = (_FLOAT32_128 | _UE8M0_32 | PROJECT_FEATURES) - {
     "weights:plain",
-    "weights:far_apart",
+    "operands:far_apart",
     "features:partial_blocks",
     "rows:unaligned",
     "groups:apart",

@@ -212,14 +212,17 @@ def required_features(
 ) -> frozenset[str]:
     """Features that a backend needs for this call.
 
-    Beside the format: rows that do not start at multiples of 16 bytes, output groups that are not
-    whole heads, and a score scale that does not keep the order of the logits.
+    Beside the format: rows that do not start at multiples of 16 bytes, heads of a token that are
+    2**31 elements apart, output groups that are not whole heads, and a score scale that does not
+    keep the order of the logits.
     """
     layout = set()
     tensors = (q, k, v)
     steps = [x.stride(dim) for x in tensors for dim in (0, 1) if x.shape[dim] > 1]
     if any(x.data_ptr() % 16 for x in tensors) or any(step % 8 for step in steps):
         layout.add("rows:unaligned")
+    if any(x.shape[1] > 1 and x.shape[1] * x.stride(1) >= 2**31 for x in tensors):
+        layout.add("heads:far_apart")
     if out_data is not None and (
         out_data.data_ptr() % 16 or any(step % 16 for step in out_data.stride()[:-1])
     ):

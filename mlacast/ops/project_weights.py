@@ -160,8 +160,9 @@ def project_features(
     if any(number % _ALIGNMENT for number in (*strides, *places)):
         needed.add("rows:unaligned")
     farthest = sum((n - 1) * step for n, step in zip(weight.shape, weight.stride(), strict=True))
-    if farthest >= _FARTHEST:
-        needed.add("weights:far_apart")
+    last_group = (data.shape[1] - 1) * data.stride(1)
+    if max(farthest, last_group) >= _FARTHEST:
+        needed.add("operands:far_apart")
     if sf is not None and out.format.sf_layout == "swizzled_128x4" and sf.data_ptr() % 4:
         needed.add("scales:unaligned")
     if sf is not None and out.format.sf_layout == "mn_major":

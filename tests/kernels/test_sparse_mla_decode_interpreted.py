@@ -151,6 +151,39 @@ def test_every_format_as_the_main_cache(case: CacheCase, page_size: int) -> None
     check(pool, None, 2, num_splits)
 
 
+@pytest.mark.parametrize(
+    ("name", "data_bytes", "scale_bytes"),
+    [("V4", 576, 8), ("V41", 512, 16), ("NVFP4_384", 352, 32)],
+)
+def test_one_page_of_more_than_two_gigabytes(name: str, data_bytes: int, scale_bytes: int) -> None:
+    """Scales stand behind the last token of a page: past 2**31 bytes from its start."""
+    small = make_pool(CacheCase(name, 512), 20, 64)
+    slots = 2**31 // data_bytes + 64
+    kv_format = small.kv_format
+    # Memory that nobody touches costs nothing.
+    big = torch.empty(kv_format.page_bytes(slots), dtype=torch.uint8)
+    flat = small.cache.as_strided((kv_format.page_bytes(64),), (1,))
+    big[: 64 * data_bytes] = flat[: 64 * data_bytes]
+    big[slots * data_bytes :][: 64 * scale_bytes] = flat[64 * data_bytes :][: 64 * scale_bytes]
+    width = small.cache.shape[-1]
+    far = big.as_strided((1, slots, 1, width), (big.numel(), width, width, 1))
+    indices = torch.where(small.indices < 64, small.indices, -1)
+    q = torch.randn(indices.shape[0], 2, 512)
+    results = [
+        launches.decode(
+            q,
+            cache,
+            indices,
+            launches.float32_buffer(q.shape[0], 2),
+            kv_format=kv_format,
+            num_splits=1,
+        )
+        for cache in (small.cache, far)
+    ]
+    assert torch.equal(results[0].out.data, results[1].out.data)
+    assert torch.equal(results[0].lse, results[1].lse)
+
+
 @pytest.mark.parametrize("case", CACHES, ids=cache_id)
 def test_every_format_as_the_extra_cache(case: CacheCase) -> None:
     partners = [other for other in CACHES if other.d_qk == case.d_qk and other != case]

@@ -15,6 +15,7 @@ from mlacast.compat.flash_mla.weight_permutation import permute_wv_proj
 from mlacast.dispatch.impls import IMPLS, Impl
 from mlacast.dispatch.select import select
 from mlacast.kernels.vendor import deep_gemm_grouped_out_project as deep_gemm
+from mlacast.ops.project_weights import project_features
 from tests import projections
 from tests.format_cases import FAMILIES, MXFP8_CHUNK32, FormatCase, case_id
 
@@ -81,6 +82,16 @@ def test_bytes_may_be_float8_e8m0fnu(backend: str) -> None:
     typed = weights.weight_sf.view(torch.float8_e8m0fnu)
     found = mlacast.grouped_out_project(out, weights.weight, weight_sf=typed, backend=backend)
     assert torch.equal(found, project(out, weights, backend=backend))
+
+
+@pytest.mark.parametrize("step", [2**31, 512])
+def test_groups_of_a_buffer_that_32_bits_do_not_reach(step: int) -> None:
+    """The Hopper kernel copies by columns of 32 bits: dispatch asks for another."""
+    codes = torch.empty_strided((1, 2, 512), (512, step, 1), dtype=torch.uint8, device="meta")
+    out = mlacast.QuantizedTensor(codes.view(torch.float8_e4m3fn), None, mlacast.Fp8Tensor(1.0))
+    weight = torch.empty(2, 8, 512, device="meta")
+    required = project_features(out, weight, None, "head")
+    assert ("operands:far_apart" in required) == (step == 2**31)
 
 
 @pytest.mark.parametrize("kind", ["float32", "words_32"])

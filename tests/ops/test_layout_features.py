@@ -10,6 +10,7 @@ import mlacast
 from mlacast.descriptors.kv_format import ALL_KV_FORMATS
 from mlacast.dispatch.features import OUT_FEATURES
 from mlacast.dispatch.select import select
+from mlacast.ops import dense_mla_prefill
 from mlacast.ops.layout import layout_features, plain_pages, plain_rows, pool_features
 
 PLAIN = frozenset({"d_qk:512", "q_order:head", "out:bf16"})
@@ -111,6 +112,22 @@ def test_heads_that_32_bits_do_not_reach() -> None:
     meta = torch.empty_strided((1, 3, 512), (512, 2**30, 1), dtype=torch.bfloat16, device="meta")
     assert "heads:far_apart" in layout_features((meta,), 512, 0.1)
     assert "heads:far_apart" not in layout_features((far,), 512, 0.1)
+
+
+@pytest.mark.parametrize("argument", [0, 1, 2])
+def test_heads_of_a_packed_prefill_that_32_bits_do_not_reach(argument: int) -> None:
+    """A tensor of one head after the other: the Hopper kernel copies by columns of 32 bits."""
+    widths = (192, 192, 128)
+    step = 2**29
+    tensors = [torch.empty(3, 4, width, dtype=torch.bfloat16, device="meta") for width in widths]
+    q, k, v = tensors
+    assert dense_mla_prefill.required_features(q, k, v, None, "bf16", 512) == {"out:bf16"}
+    tensors[argument] = torch.empty_strided(
+        (3, 4, widths[argument]), (512, step, 1), dtype=torch.bfloat16, device="meta"
+    )
+    q, k, v = tensors
+    required = dense_mla_prefill.required_features(q, k, v, None, "bf16", 512)
+    assert required == {"out:bf16", "heads:far_apart"}
 
 
 def test_pages_and_tokens_of_caches() -> None:

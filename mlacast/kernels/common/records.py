@@ -63,7 +63,8 @@ def load_records(cache, page, offset, valid, POOL: tl.constexpr):
     BLOCK_N: tl.constexpr = valid.shape[0]
     cache_ptr = cache.ptr
     stride_token = cache.stride_token
-    page_size = cache.page_size
+    # 64 bits: a cache of one page may be larger than 2**31 bytes.
+    page_size = tl.cast(cache.page_size, tl.int64)
     d = tl.arange(0, 512)
     mask = valid[:, None] & (d >= 0)[None, :]
     page_start = page * cache.stride_page  # [BLOCK_N]

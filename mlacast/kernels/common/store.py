@@ -327,7 +327,7 @@ def store_rows(
 def store_output(
     out, head_start, num_heads, row, padding_rows, target, first, OUTPUT: tl.constexpr
 ):
-    """Quantise and store dimensions ``first``.. of heads ``find_head_start``.. of token ``row``.
+    """Quantise and store dimensions ``first``.. of heads ``head_start``.. of token ``row``.
 
     ``out`` is [BLOCK_H, WIDTH] float32, ``first`` a multiple of WIDTH; heads are 512 wide, those at
     or past ``num_heads`` are not stored. ``row``, an int64, counts in the token range.

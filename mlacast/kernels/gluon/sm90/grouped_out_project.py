@@ -143,7 +143,7 @@ def project_kernel(
     """Tiles of tokens by columns of one group. Grid: (programs,).
 
     TILES is a `Variant`, PRODUCT a `ProductConfig`. Barriers: ``ready`` load
-    -> multiply, ``free`` multiply -> load, ``summed`` consumer 1 -> 0 with steps split, ``taken``
+    -> multiply, ``free`` multiply -> load, with steps split ``summed`` 0 consumer 1 -> 0, 1
     back.
     """
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)

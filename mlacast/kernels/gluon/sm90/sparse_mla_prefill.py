@@ -91,6 +91,9 @@ def sparse_mla_prefill_kernel(
 
     Barriers (producer -> consumer): ``k_ready`` gather -> score, ``k_free`` output (of a query:
     score) -> gather, ``p_ready`` and ``p_go`` score -> output, ``p_free`` output -> score.
+    With two parts the left output role reads the query as well (``k_ready`` to it, ``k_free`` of
+    the query from it), ``p_ready`` also goes to the gather role, and ``p_go`` carries the score
+    scales from the left output role to the score role.
     """
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

@@ -76,8 +76,8 @@ def run_gather_role(
 ):
     """Per tile: the query [64, 576], then its blocks of 64 selected rows [64, 576].
 
-    Produces ``k_ready`` (of a slot and of what belongs to it elsewhere); consumes ``k_free``,
-    ``tail_free`` and ``q_free``. The last 128 dimensions of the query go to ``q_smem``, the rest of
+    Produces K_READY (of a slot and of what belongs to it elsewhere); consumes K_FREE,
+    TAIL_FREE and Q_FREE. The last 128 dimensions of the query go to ``q_smem``, the rest of
     it takes a slot. Row numbers are loaded one block ahead, across tiles. Rows that do not count
     are zero and marked in ``mask_smem``.
     """

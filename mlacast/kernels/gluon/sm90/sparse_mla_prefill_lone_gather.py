@@ -51,6 +51,8 @@ def run_lone_gather_role(
     As ``run_gather_role``, same slots. The left half of the first block has a barrier of its
     own, the last of ``k_ready``. Of a block's rows only the program's part, 256 dimensions, is
     multiplied by weights: the other half of a slot is filled again when the weights are out.
+
+    Produces ``k_ready``; consumes ``k_free`` and ``p_ready``.
     """
     k_free, p_ready = is_free
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])

@@ -17,7 +17,10 @@ _COLUMNS = gl.constexpr(256)
 
 @gluon.jit
 def serve_scores(early, k_smem, alpha_smem, k_free, p_go, QUERY: gl.constexpr):
-    """Score scales of the query in the ring's first slot, for the score role (``p_go``)."""
+    """Score scales of the query in the ring's first slot, for the score role (``p_go``).
+
+    Consumes ``k_ready`` of the query, produces ``k_free`` of its slot beside the score role.
+    """
     k_ready, eps, score_scale_log2, indices_ptr, stride_indices, kv_ptr, stride_kv, s_kv = early
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     mbarrier.wait(k_ready.index(0), 0)

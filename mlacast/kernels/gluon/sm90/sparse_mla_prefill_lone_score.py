@@ -109,7 +109,10 @@ def run_lone_score_role(
 
     As ``run_score_role``, same bits, but the products of the next block are issued before the
     softmax of a block: P V takes half of what it does there, and would leave the tensor cores idle
-    during the softmax. It follows as soon as the weights are stored: there is no ``p_go``.
+    during the softmax. It follows as soon as the weights are stored.
+
+    Consumes ``k_ready``, ``p_free`` and the score scales (``p_go``); produces ``p_ready`` and, of
+    the query, ``k_free``.
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     Q: gl.constexpr = gl.DotOperandLayout(0, S, 2)

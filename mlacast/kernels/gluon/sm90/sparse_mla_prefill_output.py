@@ -91,8 +91,9 @@ def run_output_role(
 ):
     """Accumulate half of what the program has of the output, normalise, rotate back and store.
 
-    Consumes ``p_ready`` and ``p_go``; produces ``p_free`` and, together with the other output role,
-    ``k_free``. The role with the first dimensions (SIDE 0) also stores lse and max_logits.
+    Consumes ``p_ready`` and, with one program a tile, ``p_go``; produces ``p_free`` and,
+    together with the other output role, ``k_free``. The role with the first
+    dimensions (SIDE 0) also stores lse and max_logits.
     """
     (
         k_smem,
