@@ -3,7 +3,8 @@
 The roles are in the neighbouring files: ``dense_mla_prefill_load``, ``dense_mla_prefill_attend``;
 ``dense_mla_prefill_tiles`` has the order of the tiles. Dispatch sends here only what the copy
 engine and the storing code are laid out for: rows and heads at multiples of 8 elements from
-16-byte addresses, heads of a token within its row, whole heads in groups, a score scale above zero.
+16-byte addresses, heads less than 2**31 elements apart, whole heads in groups, a score scale above
+zero.
 """
 
 from __future__ import annotations
