@@ -25,6 +25,9 @@ TOOLS = ("memcheck", "synccheck")
 # A test of every kernel; more than one where kernels differ by what they are compiled for.
 TESTS = (
     "test_hopper_prefill.py::test_against_float64[bf16-h128-length-sink]",
+    "test_hopper_prefill.py::test_programs_that_share_a_tile_store_the_same_bytes"
+    "[bf16-h128-length-sink]",
+    "test_hopper_prefill.py::test_programs_that_share_a_tile_store_the_same_bytes[mx-head]",
     "test_hopper_prefill.py::test_against_float64[mx-head]",
     "test_hopper_prefill_576.py::test_against_float64[bf16]",
     "test_hopper_decode.py::test_one_split_against_float64[v41-inline-h96]",
