@@ -25,7 +25,11 @@ from mlacast.ops.output import (
 from mlacast.ops.overlap import check_no_overlap
 from mlacast.ops.query import decode_features, number_or_tensor, query_features
 from mlacast.ops.schedule import SparseDecodeSchedule
-from mlacast.ops.sparse_decode_checks import check_sparse_decode, check_sparse_decode_values
+from mlacast.ops.sparse_decode_checks import (
+    check_sparse_decode,
+    check_sparse_decode_values,
+    check_workspace,
+)
 from mlacast.ops.value_checks import validation_requested
 
 OP = "sparse_mla_decode"
@@ -354,6 +358,9 @@ def run(
     q, k_cache = plain_rows(q), plain_pages(k_cache)
     if extra_k_cache is not None:
         extra_k_cache = plain_pages(extra_k_cache)
+    if workspace is not None:
+        width = indices.shape[1] + (0 if extra_indices is None else extra_indices.shape[1])
+        check_workspace(workspace, impl.planner, q, width, num_splits, batch_invariant)
     check_no_overlap(
         OP,
         [("out", out_data), ("out.sf", out_sf), ("lse", lse), ("workspace", workspace)],

@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 import torch
 
+# Rows (token, head) up to which the merge of splits has few warps on a multiprocessor.
+_FEW_ROWS = 1024
+
 
 class TileConfig(NamedTuple):
     """Heads and keys of a program's tile, and how Triton schedules it."""
@@ -57,6 +60,48 @@ class RingConfig(NamedTuple):
     num_pieces: int
     delays_output: bool
     dequant_registers: int
+
+
+class CombineConfig(NamedTuple):
+    """A program of the portable merge of splits.
+
+    Attributes:
+        block_h: Heads of one token.
+        width: Dimensions of theirs, of 512; only the last 64 are rotated.
+        num_warps: Its warps.
+    """
+
+    block_h: int
+    width: int
+    num_warps: int
+
+
+class MergeProgram(NamedTuple):
+    """A program of the Hopper merge of splits.
+
+    Attributes:
+        heads: Heads of one token.
+        warps: Two for one head to one for four.
+        ahead: Splits whose partials are on their way at a time.
+    """
+
+    heads: int
+    warps: int
+    ahead: int
+
+
+class MergePlan(NamedTuple):
+    """How the Hopper merge of splits is launched.
+
+    Attributes:
+        program: What a program takes on.
+        full_tiles: Whether the last program of a token has all of its heads.
+        grid: Tokens, and programs of a token.
+    """
+
+    program: MergeProgram
+    full_tiles: bool
+    grid: tuple[int, int]
 
 
 def work_config(num_heads: int, num_splits: int) -> WorkConfig:
@@ -212,6 +257,30 @@ def portable_decode_plan(
     # No more splits than blocks; but two stay two, so that a narrower list runs the same variant.
     splits = min(splits, max(-(-width // tiles.block_n), 2))
     return PortableDecodePlan(tiles, splits, s_q * -(-h_q // tiles.block_h))
+
+
+def combine_config(num_tokens: int, num_heads: int) -> CombineConfig:
+    """Pick a program of the portable merge.
+
+    Few rows need every multiprocessor; many are cheaper in larger programs.
+    """
+    block_h = 1 if num_tokens * num_heads <= _FEW_ROWS else 4
+    return CombineConfig(block_h, width=128, num_warps=1)
+
+
+FEW = MergeProgram(heads=1, warps=2, ahead=8)
+MANY = MergeProgram(heads=8, warps=4, ahead=2)
+
+
+def merge_plan(num_tokens: int, num_heads: int) -> MergePlan:
+    """Plan the Hopper merge; not by the number of splits, which varies with the contexts' length.
+
+    Few rows wait for memory, so their programs have many splits on their way.
+    """
+    is_few = num_tokens * num_heads <= _FEW_ROWS or num_heads < MANY.heads
+    program = FEW if is_few else MANY
+    grid = (num_tokens, -(-num_heads // program.heads))
+    return MergePlan(program, num_heads % program.heads == 0, grid)
 
 
 @functools.cache

@@ -6,7 +6,7 @@ a kernel whose threads hold 8 neighbouring dimensions and whose warps never wait
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from triton.experimental import gluon
@@ -17,6 +17,7 @@ from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.sm90_store import load_output_scale, store_rows
 from mlacast.kernels.common.targets import StoreTarget
 from mlacast.kernels.config.attention import EndConfig
+from mlacast.kernels.config.sparse_attention import merge_plan
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import LN_2
 
 OPTIONS = {"enable_fp_fusion": False, "launch_pdl": True}
@@ -312,32 +313,6 @@ def merge_splits_kernel(
     )
 
 
-class Program(NamedTuple):
-    """What a program of the merge takes on.
-
-    Attributes:
-        heads: Heads of one token.
-        warps: Two for one head to one for four.
-        ahead: Splits whose partials are on their way at a time.
-    """
-
-    heads: int
-    warps: int
-    ahead: int
-
-
-# Rows (token, head) up to which latency counts: few warps on a multiprocessor, many splits.
-_FEW_ROWS = 1024
-FEW = Program(heads=1, warps=2, ahead=8)
-MANY = Program(heads=8, warps=4, ahead=2)
-
-
-def choose_program(num_tokens: int, num_heads: int) -> Program:
-    """Pick the program; not by the number of splits, which varies with the length of contexts."""
-    is_few = num_tokens * num_heads <= _FEW_ROWS or num_heads < MANY.heads
-    return FEW if is_few else MANY
-
-
 def merge_splits(
     launches: Launches,
     partials: list[torch.Tensor],
@@ -365,10 +340,10 @@ def merge_splits(
         num_splits: Splits of every row.
         end: What follows the merge.
     """
-    program = choose_program(num_tokens, num_heads)
+    plan = merge_plan(num_tokens, num_heads)
     launches.launch(
         merge_splits_kernel,
-        (num_tokens, -(-num_heads // program.heads)),
+        plan.grid,
         *partials,
         *rope_arguments,
         lse,
@@ -377,11 +352,11 @@ def merge_splits(
         num_tokens,
         num_heads,
         num_splits,
-        PROGRAM=program,
-        FULL_TILES=num_heads % program.heads == 0,
+        PROGRAM=plan.program,
+        FULL_TILES=plan.full_tiles,
         PDL=OPTIONS["launch_pdl"],
         END=end,
         OUTPUT=target.hopper_config,
-        num_warps=program.warps,
+        num_warps=plan.program.warps,
         **OPTIONS,
     )
