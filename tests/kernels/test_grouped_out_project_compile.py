@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
+from mlacast.kernels.config import grouped_out_project as config  # noqa: E402
 from mlacast.kernels.config.output import OutputConfig  # noqa: E402
 from mlacast.kernels.gluon.sm90 import grouped_out_project as hopper  # noqa: E402
 from mlacast.kernels.triton import grouped_out_project as portable  # noqa: E402
@@ -41,15 +42,14 @@ def _compile(format: str, weights: str, tokens: int, capability: int, chunk32: b
     kind, group, codes, scales, scale = FORMATS[format]
     weight_kind, weight_type, weight_scales = WEIGHTS[weights]
     native = capability >= 89
-    fp8_product = native and portable._can_multiply_codes(kind, weight_kind)
-    chosen = portable.choose_variant(tokens, fp8_product)
-    variant, product = portable._fit(chosen, kind, group, weight_kind)
+    fp8_product = native and config._can_multiply_codes(kind, weight_kind)
+    chosen = config.choose_variant(tokens, fp8_product)
+    variant, product = config._fit(chosen, kind, group, weight_kind, in_float32=False)
     constants = {
         "SUMMED_GROUPS": 1,
         "TILES": variant,
         "SOURCE": OutputConfig(kind, group, 4096, chunk32, 1e-10, 512 if format == "nvfp4" else 0),
         "PRODUCT": product,
-        "COMPUTE": triton.language.bfloat16,
         "NATIVE": native,
     }
     types = {

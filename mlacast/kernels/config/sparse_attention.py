@@ -119,6 +119,31 @@ def prefill_work(num_tokens: int, num_heads: int, multiprocessors: int) -> Prefi
     return PrefillWork(head_blocks, num_heads % 64 == 0, 2 if fits_twice else 1)
 
 
+class PrefillPlan(NamedTuple):
+    """How a Hopper prefill is launched.
+
+    Attributes:
+        work: How the kernel cuts the call.
+        num_programs: Programs that take tiles in turn.
+    """
+
+    work: PrefillWork | WorkConfig
+    num_programs: int
+
+
+def prefill_plan(num_tokens: int, num_heads: int, multiprocessors: int) -> PrefillPlan:
+    """Plan a Hopper prefill of 512 dimensions."""
+    work = prefill_work(num_tokens, num_heads, multiprocessors)
+    tiles = num_tokens * work.head_blocks * work.parts
+    return PrefillPlan(work, min(tiles, multiprocessors))
+
+
+def prefill_576_plan(num_tokens: int, num_heads: int, multiprocessors: int) -> PrefillPlan:
+    """Plan a Hopper prefill of 576 dimensions."""
+    work = work_config(num_heads, num_splits=1)
+    return PrefillPlan(work, min(num_tokens * work.head_blocks, multiprocessors))
+
+
 def ring_config(d_qk: int, has_codes: bool) -> RingConfig:
     """Share out shared memory and registers.
 
@@ -215,7 +240,7 @@ class HopperDecodePlan(NamedTuple):
 
 
 class PortableDecodePlan(NamedTuple):
-    """How the portable decode is launched.
+    """How a portable decode, sparse or dense, is launched.
 
     Attributes:
         tiles: Tile of a program.

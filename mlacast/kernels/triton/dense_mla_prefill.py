@@ -13,14 +13,8 @@ from mlacast.kernels.common.fp8_casts import has_fp8_casts
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.store import Padding, Target, packs_products, store_rows
 from mlacast.kernels.common.targets import store_target
-from mlacast.kernels.config.dense_prefill import (
-    heads_at_a_time,
-    max_tiles,
-    prefill_config,
-    shared_memory_of,
-)
+from mlacast.kernels.config.dense_prefill import prefill_plan, shared_memory_of
 
-_LOG2_E = 1.4426950408889634
 LN_2 = tl.constexpr(0.6931471805599453)
 # Sequences whose bounds are read at a time.
 _SEQUENCES = tl.constexpr(128)
@@ -337,15 +331,22 @@ def launch_dense_mla_prefill(
 ) -> Launches:
     """Fill ``out`` and ``lse``; arguments as in ``mlacast.dense_mla_prefill``."""
     num_tokens, num_heads, _ = q.shape
-    kv_heads = k.shape[1]
     num_sequences = cu_seqlens_q.shape[0] - 1
     target = store_target(out)
-    config = prefill_config(max_seqlen_q, shared_memory_of(q.device))
-    tiles = max_tiles(num_tokens, num_sequences, config.block_m)
+    plan = prefill_plan(
+        num_tokens,
+        num_sequences,
+        num_heads,
+        k.shape[1],
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        shared_memory_of(q.device),
+    )
     launches = Launches(q.device, target)
     launches.launch(
         _dense_mla_prefill_kernel,
-        (tiles * num_heads,),
+        (plan.num_programs,),
         q,
         q.stride(0),
         q.stride(1),
@@ -363,18 +364,18 @@ def launch_dense_mla_prefill(
         *target.tensors.values(),
         *target.numbers.values(),
         num_tokens,
-        tiles,
+        plan.tiles,
         num_heads,
-        num_heads // kv_heads,
-        heads_at_a_time(num_heads, kv_heads, max_seqlen_k),
-        float((softmax_scale > 0) - (softmax_scale < 0)),
-        (abs(softmax_scale) or 1.0) * _LOG2_E,
+        plan.heads_per_key_head,
+        plan.heads_at_a_time,
+        plan.query_sign,
+        plan.score_scale,
         CAUSAL=causal,
-        TILES=config,
+        TILES=plan.config,
         NATIVE=has_fp8_casts(q.device),
         OUTPUT=target.config,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        num_warps=plan.config.num_warps,
+        num_stages=plan.config.num_stages,
         enable_fp_fusion=False,
     )
     return launches

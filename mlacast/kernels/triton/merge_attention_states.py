@@ -16,11 +16,8 @@ from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.packed_bf16 import widen
 from mlacast.kernels.common.store import NVFP4, Padding, Target, store_rows
 from mlacast.kernels.common.targets import StoreTarget, store_target
-from mlacast.kernels.config.merge_attention_states import merge_config
+from mlacast.kernels.config.merge_attention_states import PARTS_AT_ONCE, merge_plan
 from mlacast.kernels.config.output import OutputConfig
-
-# Parts that one launch reads; more are merged in turn, by way of a float32 result.
-_PARTS = 4
 
 # Counts and strides that vary while serving must not pick another variant of the kernel.
 _VARYING = [
@@ -349,15 +346,15 @@ def launch_merge_attention_states(
     launches = Launches(lse.device, final)
     is_token_major = lse_layout == "th"
     parts = [_part(*part, is_token_major) for part in zip(outs, lses, strict=True)]
-    while len(parts) > _PARTS:
+    while len(parts) > PARTS_AT_ONCE:
         # What the first of them give is a part like the others. Two results in turn, because a
         # program reads sums that another one writes.
         scratch = launches.scratch(num_tokens * (features + num_heads))
         sums = launches.inside(scratch, scratch[num_tokens * features :])
         merged = [scratch, features, width, sums, num_heads, 1]
         target = _float32_target(scratch, features)
-        _launch(launches, parts[:_PARTS], merged[3:], target, num_tokens, num_heads, width)
-        parts = [merged, *parts[_PARTS:]]
+        _launch(launches, parts[:PARTS_AT_ONCE], merged[3:], target, num_tokens, num_heads, width)
+        parts = [merged, *parts[PARTS_AT_ONCE:]]
     strides = lse.stride() if is_token_major else lse.stride()[::-1]
     _launch(launches, parts, [lse, *strides], final, num_tokens, num_heads, width)
     return launches
@@ -372,27 +369,26 @@ def _launch(
     num_heads: int,
     width: int,
 ) -> None:
-    """Merge at most ``_PARTS`` parts into ``target`` and ``lse``, given with its strides."""
-    config = merge_config(len(parts), num_heads, width)
-    blocks = triton.cdiv(num_heads * width, config.width)
+    """Merge at most ``PARTS_AT_ONCE`` parts into ``target`` and ``lse``, given with its strides."""
+    plan = merge_plan(len(parts), num_tokens, num_heads, width)
     device = target.tensors["data_ptr"].device
     overlaps = overlaps_launches(device)
     # The arguments of absent parts are those of the first one, and not looked at.
-    given = [*parts, *[parts[0]] * (_PARTS - len(parts))]
+    given = [*parts, *[parts[0]] * (PARTS_AT_ONCE - len(parts))]
     launches.launch(
         _merge_attention_states_kernel,
-        (triton.cdiv(num_tokens, config.block_t) * triton.cdiv(blocks, config.block_b),),
+        (plan.num_programs,),
         *(argument for part in given for argument in part),
         *lse,
         num_tokens,
-        blocks,
+        plan.num_blocks,
         *target.tensors.values(),
         *target.numbers.values(),
-        MERGE=config,
+        MERGE=plan.config,
         NATIVE=has_fp8_casts(device),
         PDL=overlaps,
         OUTPUT=target.config,
-        num_warps=config.num_warps,
+        num_warps=plan.config.num_warps,
         enable_fp_fusion=False,
         launch_pdl=overlaps,
     )
