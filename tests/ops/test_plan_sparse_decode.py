@@ -59,11 +59,23 @@ def test_a_workspace_without_a_schedule_is_held_against_the_splits_of_the_backen
         check_workspace(workspace, PLANNER, q, 641, None, False)
 
 
-def test_a_workspace_of_a_call_is_checked_before_the_launch(backend: str) -> None:
+@pytest.mark.parametrize("backend", ["reference", "triton", "hopper"])
+def test_a_workspace_of_a_call_is_checked_before_the_launch(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The reference has no splits, and leaves a workspace alone whatever its size."""
+    if backend != "reference":
+        pytest.importorskip("mlacast.kernels.config.sparse_attention")
+        monkeypatch.setattr("mlacast.ops.sparse_mla_decode.arch_of", lambda device: "sm90")
+        monkeypatch.setattr("mlacast.dispatch.select.is_installed", lambda module: True)
+        launched: list[str] = []
+        monkeypatch.setattr(
+            "mlacast.ops.sparse_mla_decode.load",
+            lambda target: lambda *args, **kwargs: launched.append(target),
+        )
     filled = CacheCase("V4", 512).fill(num_pages=1, page_size=4, slots=range(4))
-    q, indices = transposed_queries(2, 2, 512), draw_indices(2, 70, 4)
-    needed = 3 * 2 * 2 * 514 * 4
+    q, indices = transposed_queries(2, 64, 512), draw_indices(2, 70, 4)
+    needed = 3 * 2 * 64 * 514 * 4
     for size in (needed, needed - 1):
         is_refused = size < needed and backend != "reference"
         outcome = pytest.raises(ValueError, match=f"workspace must hold {needed} bytes")
@@ -78,6 +90,8 @@ def test_a_workspace_of_a_call_is_checked_before_the_launch(backend: str) -> Non
                 workspace=torch.empty(size, dtype=torch.uint8),
                 backend=backend,
             )
+    if backend != "reference":
+        assert len(launched) == 1, "one call is refused, the other is not"
 
 
 def test_a_plan_for_a_gpu_has_the_splits_of_a_call_without_one(
