@@ -77,6 +77,16 @@ def _group_features_of(bound: Mapping[str, Any], head_features: int) -> int:
     return heads * head_features // max(int(bound.get("num_groups", 1)), 1)
 
 
+def _scales_of(bound: Mapping[str, Any], head_features: int) -> torch.Tensor | None:
+    """Scales of the output, those of a buffer that the call would allocate on no device."""
+    out, q, out_format = bound.get("out"), bound.get("q"), bound.get("out_format")
+    if out is None and isinstance(out_format, OutFormat) and isinstance(q, torch.Tensor):
+        features = _group_features_of(bound, head_features)
+        groups = q.shape[-2] * head_features // max(features, 1)
+        out = QuantizedTensor.empty(q.shape[0], groups, features, out_format, "meta")
+    return out.sf if isinstance(out, QuantizedTensor) else None
+
+
 def _feature_arguments(
     bound: Mapping[str, Any], wanted: Mapping[str, Any], head_features: int
 ) -> dict[str, Any]:
@@ -92,6 +102,7 @@ def _feature_arguments(
         "format": _out_format_of(bound),
         "group_features": _group_features_of(bound, head_features),
         "out_data": out.data if isinstance(out, QuantizedTensor) else None,
+        "out_sf": _scales_of(bound, head_features),
     }
     arguments = {}
     for name in wanted:

@@ -290,12 +290,14 @@ def required_features(
     v_scale: float | torch.Tensor = 1.0,
     rotates_query: bool = True,
     out_data: torch.Tensor | None = None,
+    out_sf: torch.Tensor | None = None,
 ) -> frozenset[str]:
     """Features that a backend needs for this call."""
     queries = query_features(q.shape[-1], q_norm_eps, rope_pairing, q_order, attn_sink is not None)
     pools = pool_features(kv_format, extra_kv_format)
     decode = decode_features(q, sm_scale, v_scale, rotates_query)
-    layout = layout_features((q,), group_features, sm_scale, (k_cache, extra_k_cache), out_data)
+    caches = (k_cache, extra_k_cache)
+    layout = layout_features((q,), group_features, sm_scale, caches, out_data, out_sf)
     return queries | decode | pools | layout | features_of(out_format)
 
 
@@ -351,6 +353,7 @@ def run(
         v_scale if v_scale_tensor is None else v_scale_tensor,
         rotate_query,
         out_data,
+        out_sf,
     )
     impl = select(OP, features, arch_of(q.device), requested_backend(OP, backend))
     if q.shape[0] == 0:

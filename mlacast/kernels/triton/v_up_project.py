@@ -64,21 +64,23 @@ def _v_up_project_kernel(
     head = tl.program_id(0) // blocks
     first = (tl.program_id(0) % blocks) * BLOCK_M
     lane = tl.arange(0, BLOCK_M)[:, None]  # [BLOCK_M, 1]
-    token = first + lane
-    in_range = token < num_tokens
+    token = first + lane  # [BLOCK_M, 1]
+    in_range = token < num_tokens  # [BLOCK_M, 1]
     token = token.to(tl.int64)
-    k = tl.arange(0, BLOCK_K)
-    n = tl.arange(0, 128)
+    k = tl.arange(0, BLOCK_K)  # [BLOCK_K]
+    n = tl.arange(0, 128)  # [128]
     latent = latent_ptr + (token * stride_latent_token + head.to(tl.int64) * stride_latent_head)
     latent += k[None, :]  # [BLOCK_M, BLOCK_K]
     weight = weight_ptr + head.to(tl.int64) * stride_weight_head
-    weight += k[:, None] * stride_weight_latent + n[None, :] * stride_weight_value  # [BLOCK_K, 128]
+    rows = k.to(tl.int64)[:, None] * stride_weight_latent  # [BLOCK_K, 1]
+    weight += rows + n.to(tl.int64)[None, :] * stride_weight_value  # [BLOCK_K, 128]
+    step = tl.cast(BLOCK_K, tl.int64) * stride_weight_latent
     acc = tl.zeros((BLOCK_M, 128), tl.float32)
     for _ in range(0, 512, BLOCK_K):
-        x = tl.load(latent, mask=in_range, other=0.0)
-        acc = tl.dot(x, tl.load(weight), acc, input_precision="ieee")
+        x = tl.load(latent, mask=in_range, other=0.0)  # [BLOCK_M, BLOCK_K]
+        acc = tl.dot(x, tl.load(weight), acc, input_precision="ieee")  # [BLOCK_M, 128]
         latent += BLOCK_K
-        weight += BLOCK_K * stride_weight_latent
+        weight += step
     target = Target(
         data_ptr,
         sf_ptr,

@@ -56,7 +56,10 @@ def _load_step(
     STAGES: gl.constexpr,
     PRODUCT: gl.constexpr,
 ):
-    """Fill the stage of a step, the ``count``-th, once it is free; ``words`` are its scales."""
+    """Fill the stage of a step, the ``count``-th, once it is free; ``words`` are its scales.
+
+    Consumes ``free``, produces ``ready``: once where copies are announced, once for the scales.
+    """
     place, buffers, barriers, sources = load
     x_words, w_words = words
     x_smem, w_smem, x_scales, w_scales, _ = buffers
@@ -216,7 +219,8 @@ def run_multiply_role(
 ):
     """Multiply a consumer's rows, columns or steps of every tile, and store what it sums.
 
-    Consumes ``ready``, produces ``free``.
+    Consumes ``ready``, produces ``free``. Where the consumers share the steps, ``summed`` 0 goes
+    from consumer 1 to 0, which adds the sums and stores, and ``summed`` 1 back.
     """
     x_smem, w_smem, x_scales, w_scales, sums = buffers
     ready, free, summed = barriers

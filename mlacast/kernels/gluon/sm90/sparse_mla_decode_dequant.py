@@ -92,7 +92,8 @@ def _send_query(
 ):
     """Start copying the query of a work item into the next pieces of the ring.
 
-    Each is signalled once this warpgroup's copies have landed: 128 arrivals and one.
+    Consumes ``k_free`` of each, and produces ``k_ready`` once this warpgroup's copies have landed:
+    128 arrivals and one.
     """
     token = find_token(item, work, WORK)
     first_head = find_head_start(item, work, WORK)

@@ -144,9 +144,10 @@ def _send(
 ):
     """Start copying the rows under a cursor into the stage whose turn it is, ``sent`` before it.
 
-    The stage is signalled once this warpgroup's copies have landed: 128 arrivals and one. ``query``
-    is a pointer to int32 words with its strides of tokens and heads, which count 16 bytes. Where a
-    thread copies to, others have read: between is the arrival at ``k_ready``, which awaits them.
+    Consumes ``codes_free`` of the stage, and produces ``codes_ready`` once this warpgroup's copies
+    have landed: 128 arrivals and one. ``query`` is a pointer to int32 words with its strides of
+    tokens and heads, which count 16 bytes. Where a thread copies to, others have read: between is
+    the arrival at ``k_ready``, which awaits them.
     """
     item, block, _, _, _ = cursor
     q_ptr, stride_q_token, stride_q_head = query

@@ -58,7 +58,8 @@ def run_fp8_score_role(
     ``codes`` (one [2, 64, 128] a unit) and ``tail_codes`` [2, 64, 64] are e4m3: two stages, in turn
     the query of an item and its blocks of keys. ``q_last_smem`` [64, 128] and ``q_tail_smem``
     [64, 64] keep parts of the query during an item. Weights are float16. Consumes ``codes_ready``,
-    produces ``codes_free``, per block ``p_ready`` and per item ``factor_ready``.
+    ``p_free`` and, where items are whole rows, ``factor_free``; produces ``codes_free``, per block
+    ``p_ready`` and per item of whole rows ``factor_ready``.
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
     Q: gl.constexpr = gl.DotOperandLayout(0, S, 4)

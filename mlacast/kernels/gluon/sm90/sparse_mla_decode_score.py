@@ -50,7 +50,7 @@ def _start_scores(
     HAS_TAIL: gl.constexpr,
     S: gl.constexpr,
 ):
-    """Issue q k^T, the right half of the keys as soon as it is there.
+    """Issue q k^T, the right half of the keys as soon as it is there; consumes its ``k_ready``.
 
     Returns:
         scores [64, 64] float32, all outstanding, and the place of the right half.
@@ -176,8 +176,9 @@ def run_score_role(
 ):
     """Scores and softmax of every work item; lse or the split's state to global memory.
 
-    Consumes ``k_ready``; frees the query's pieces (``k_free``) itself. Produces per block
-    ``p_ready`` (weights stored) and ``p_go`` (they may be multiplied), per item ``factor_ready``.
+    Consumes ``k_ready``, ``p_free`` and, where items are whole rows, ``factor_free``; frees the
+    query's pieces (``k_free``) itself. Produces per block ``p_ready`` (weights stored) and, with
+    delayed outputs, ``p_go`` (they may be multiplied), per item of whole rows ``factor_ready``.
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     Q: gl.constexpr = gl.DotOperandLayout(0, S, 2)

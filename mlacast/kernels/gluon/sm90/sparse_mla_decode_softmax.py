@@ -44,7 +44,10 @@ def fold_scores(s, base, partial_sum, score_scale, PARTIAL: gl.constexpr, WEIGHT
 
 @gluon.jit
 def publish_weights(p, alpha, p_smem, alpha_smem, p_ready, p_free, count):
-    """Hand weights and rescale factors of block ``count`` to the output roles."""
+    """Hand weights and rescale factors of block ``count`` to the output roles.
+
+    Consumes ``p_free``, produces ``p_ready``.
+    """
     mbarrier.wait(p_free, (count & 1) ^ 1)
     p_smem.store(p)
     alpha_smem.store(alpha)
@@ -74,8 +77,9 @@ def finish_item(
 ):
     """Softmax state of a work item: of a split to global memory; else lse, and the outputs' factor.
 
-    The outputs are ``1 / unit`` of their value before that factor. ``row`` numbers the 64 heads,
-    ``item_phase`` is the parity of the items before this one.
+    The factor's place is free with ``factor_free``, and it is there with ``factor_ready``; splits
+    use neither. The outputs are ``1 / unit`` of their value before that factor. ``row`` numbers the
+    64 heads, ``item_phase`` is the parity of the items before this one.
     """
     total = gl.convert_layout(gl.sum(partial_sum, 1), base.type.layout)
     head = find_head_start(item, work, WORK) + row

@@ -37,7 +37,7 @@ def repeat_by_thread(x, lane):
 
 @gluon.jit
 def publish(slot, k_ready):
-    """Signal the slot once this warpgroup's copies have landed: 128 arrivals and one."""
+    """Produce ``k_ready`` of a slot once this warpgroup's copies have landed: 128 arrivals, one."""
     async_copy.mbarrier_arrive(k_ready.index(slot), increment_count=False)
     mbarrier.arrive(k_ready.index(slot), count=1)
 

@@ -53,7 +53,10 @@ def _start_product(
     SIDE: gl.constexpr,
     WORK: gl.constexpr,
 ):
-    """Issue ``o * alpha + P V`` of one block."""
+    """Issue ``o * alpha + P V`` of one block.
+
+    Consumes ``p_ready`` and, with one program a tile, ``p_go``.
+    """
     mbarrier.wait(p_ready.index(buffer), phase)
     alpha = alpha_smem.index(buffer).load(gl.SliceLayout(1, o.type.layout))
     if WORK.parts == 1:
@@ -91,9 +94,10 @@ def run_output_role(
 ):
     """Accumulate half of what the program has of the output, normalise, rotate back and store.
 
-    Consumes ``p_ready`` and, with one program a tile, ``p_go``; produces ``p_free`` and,
-    together with the other output role, ``k_free``. The role with the first
-    dimensions (SIDE 0) also stores lse and max_logits.
+    Consumes ``p_ready`` and, with one program a tile, ``p_go``; produces ``p_free`` and, together
+    with the other output role, ``k_free``. The role with the first dimensions (SIDE 0) also stores
+    lse and max_logits; with two programs a tile it first takes the score scales from the query
+    (``k_ready``) and hands them to the score role (``p_go``).
     """
     (
         k_smem,

@@ -43,7 +43,7 @@ def take_query(
     S: gl.constexpr,
     QUERY: gl.constexpr,
 ):
-    """Rotate a tile's query [64, 512], which leaves its slot of the ring.
+    """Rotate a tile's query [64, 512], which leaves its slot of the ring (``is_free``).
 
     Returns:
         its first 256 dimensions and the next 128, operands of products; the others are in
@@ -114,7 +114,10 @@ def fold_scores(
 
 @gluon.jit
 def _publish_weights(p, alpha, p_smem, alpha_smem, p_ready, p_free, count):
-    """Hand weights and rescale factors of block ``count`` to the output roles."""
+    """Hand weights and rescale factors of block ``count`` to the output roles.
+
+    Consumes ``p_free``, produces ``p_ready``.
+    """
     buffer = count & 1
     mbarrier.wait(p_free.index(buffer), ((count >> 1) & 1) ^ 1)
     p_smem.index(buffer).store(p)
@@ -137,7 +140,10 @@ def publish_last(
     count,
     WORK: gl.constexpr,
 ):
-    """Hand over a tile's last block ``count``, with the sums and maxima of its rows."""
+    """Hand over a tile's last block ``count``, with the sums and maxima of its rows.
+
+    Consumes ``p_free``, produces ``p_ready`` and, with one program a tile, ``p_go``.
+    """
     ROW: gl.constexpr = alpha.type.layout
     # The last block is here, and with it what the gather role knows of the whole tile.
     alive = has_marked(alive_row)
@@ -184,10 +190,10 @@ def run_score_role(
 ):
     """Scores and softmax of every tile.
 
-    Consumes ``k_ready``; frees the query's slot (``k_free``) itself. Produces per block ``p_ready``
-    (weights stored) and ``p_go`` (weights may be multiplied: released only when the next scores are
-    nearly done, so that P V overlaps the softmax and does not starve Q K^T). The last block of a
-    tile brings the sums and maxima of its rows.
+    Consumes ``k_ready`` and ``p_free``; frees the query's slot (``k_free``) itself. Produces per
+    block ``p_ready`` (weights stored) and ``p_go`` (weights may be multiplied: released only when
+    the next scores are nearly done, so that P V overlaps the softmax and does not starve Q K^T).
+    The last block of a tile brings the sums and maxima of its rows.
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     Q: gl.constexpr = gl.DotOperandLayout(0, S, 2)
