@@ -151,7 +151,7 @@ def _dense_mla_decode_kernel(
         page = tl.load(table + entry, mask=position < length, other=-1)  # [BLOCK_N]
         valid = (page >= 0) & (page < num_pages)  # [BLOCK_N]
         page = tl.where(valid, page, 0).to(tl.int64)
-        offset = (position - entry * page_size).to(tl.int64)
+        offset = (position - entry * page_size).to(tl.int64)  # [BLOCK_N], int64
         acc, running_max, running_sum = attend_block(
             query, acc, running_max, running_sum, cache, page, offset, valid, QUERY, POOL
         )

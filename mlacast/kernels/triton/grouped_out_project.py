@@ -91,10 +91,10 @@ def _project_kernel(
     first_column = (tl.program_id(0) % column_blocks) * BLOCK_N
     token = first_token + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     column = first_column + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-    row = tl.minimum(token, num_tokens - 1).to(tl.int64)
-    weight_row = tl.minimum(column, num_columns - 1).to(tl.int64)
-    data_rows = data_ptr + (row * stride_data_token)[:, None]
-    weight_rows = weight_ptr + (weight_row * stride_weight_column)[:, None]
+    row = tl.minimum(token, num_tokens - 1).to(tl.int64)  # [BLOCK_M]
+    weight_row = tl.minimum(column, num_columns - 1).to(tl.int64)  # [BLOCK_N]
+    data_rows = data_ptr + (row * stride_data_token)[:, None]  # [BLOCK_M, 1]
+    weight_rows = weight_ptr + (weight_row * stride_weight_column)[:, None]  # [BLOCK_N, 1]
     if PRODUCT.weight_kind == BLOCKS_128:
         # A block of columns lies in one block of scales.
         tl.static_assert(128 % BLOCK_N == 0)
@@ -116,7 +116,7 @@ def _project_kernel(
     )
     F: tl.constexpr = SOURCE.features
     STEPS: tl.constexpr = (F + BLOCK_K - 1) // BLOCK_K
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # [BLOCK_M, BLOCK_N]
     # Factors are a step ahead: unlike operands, they are not prefetched by the compiler.
     x_next, w_next = load_factors(
         activations, weights, tl.program_id(1).to(tl.int64), 0, SOURCE, PRODUCT
@@ -145,7 +145,7 @@ def _project_kernel(
         acc = tl.math.div_rn(acc, tl.load(scale_ptr))
     out = out_ptr + tl.program_id(1).to(tl.int64) * stride_out_group
     out += (token.to(tl.int64) * stride_out_token)[:, None] + column[None, :]
-    mask = (token < num_tokens)[:, None] & (column < num_columns)[None, :]
+    mask = (token < num_tokens)[:, None] & (column < num_columns)[None, :]  # [BLOCK_M, BLOCK_N]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 

@@ -77,15 +77,16 @@ def _find_places(token, block, in_range, MERGE: tl.constexpr, BY_16: tl.constexp
     D: tl.constexpr = MERGE.d
     FEATURES: tl.constexpr = MERGE.features
     WIDTH: tl.constexpr = MERGE.width
-    element = tl.arange(0, WIDTH)[None, :]
+    element = tl.arange(0, WIDTH)[None, :]  # [1, WIDTH]
     if D % WIDTH == 0:
-        head = block // (D // WIDTH)
-        dim = (block % (D // WIDTH)) * WIDTH
+        head = block // (D // WIDTH)  # [ROWS, 1]
+        dim = (block % (D // WIDTH)) * WIDTH  # [ROWS, 1]
         if not BY_16:
-            dim += element
-        mask = in_range
-        is_first = in_range & (block % (D // WIDTH) == 0)
+            dim += element  # [ROWS, WIDTH]
+        mask = in_range  # [ROWS, 1]
+        is_first = in_range & (block % (D // WIDTH) == 0)  # [ROWS, 1]
     else:
+        # All of them [ROWS, WIDTH]: a row has elements of more heads than one.
         feature = block * WIDTH + element
         head = feature // D
         dim = feature % D
@@ -96,7 +97,7 @@ def _find_places(token, block, in_range, MERGE: tl.constexpr, BY_16: tl.constexp
 
 @triton.jit
 def _load_lse(part, places):
-    """Sum of a part for each row; every marker of an empty part becomes -inf."""
+    """Sums of a part at `Places`, of their shape; every marker of an empty part becomes -inf."""
     offsets = places.token * part.stride_token_lse + places.head.to(tl.int64) * part.stride_head_lse
     lse = tl.load(part.lse_ptr + offsets, mask=places.mask, other=-float("inf"))
     return tl.where(lse == float("inf"), -float("inf"), lse)
@@ -110,6 +111,7 @@ def _load_out(part, places, lse, BY_16: tl.constexpr, WIDTH: tl.constexpr, NATIV
     eight, so that the 16 elements of a scale lie in one thread. Else elements have a ``dim`` each.
     """
     ptr, token, head = part.out_ptr, places.token, places.head
+    # [ROWS, 1] with BY_16, else [ROWS, WIDTH], and so is what is live.
     offsets = token * part.stride_token_out + head.to(tl.int64) * part.stride_head_out + places.dim
     live = places.mask & (lse != -float("inf"))
     if BY_16:
@@ -117,8 +119,9 @@ def _load_out(part, places, lse, BY_16: tl.constexpr, WIDTH: tl.constexpr, NATIV
         element = tl.arange(0, WIDTH // 16)[:, None, None] * 16 + tl.arange(0, 8)[None, None, :]
         pieces = tl.expand_dims(ptr + offsets, 0) + element  # [WIDTH / 16, ROWS, 8]
         live = tl.expand_dims(live, 0)
-        low = tl.load(pieces, mask=live, other=0.0)
+        low = tl.load(pieces, mask=live, other=0.0)  # [WIDTH / 16, ROWS, 8]
         both = tl.join(low, tl.load(pieces + 8, mask=live, other=0.0))  # [.., 8, 2]
+        # [ROWS, WIDTH / 16, 2, 8], then [ROWS, WIDTH].
         loaded = tl.reshape(tl.permute(both, (1, 0, 3, 2)), (offsets.shape[0], WIDTH))
     else:
         loaded = tl.load(ptr + offsets, mask=live, other=0.0)
@@ -132,7 +135,8 @@ def _load_out(part, places, lse, BY_16: tl.constexpr, WIDTH: tl.constexpr, NATIV
 def _share_weight(weight, lse, inverse, is_empty):
     """Weight of a part among all. That of an empty one is -0.0, so that it adds -0.0: nothing.
 
-    A lone live part so keeps the sign of its zeros. Rows of empty parts only are 0.0.
+    Arguments and result have the shape of the sums, [ROWS, 1] or [ROWS, WIDTH]. A lone live part so
+    keeps the sign of its zeros. Rows of empty parts only are 0.0.
     """
     return weight * tl.where((lse == -float("inf")) & (is_empty == 0), -1.0, inverse)
 
@@ -149,6 +153,7 @@ def _merge_parts(
 ):
     """Store the lse of all parts at ``sums``, and return their output [ROWS, WIDTH] in float32.
 
+    Sums, maxima and weights are [ROWS, 1] where a row has one head, else [ROWS, WIDTH].
     ``parts`` are four `Part`, of which PARTS are looked at; ``sums`` is the pointer to the lse
     with its strides of tokens and heads.
     """
@@ -172,7 +177,7 @@ def _merge_parts(
 
     # A lone live part has the weight 1 and comes back as it is.
     inverse = tl.math.div_rn(1.0, tl.where(is_empty, 1.0, total))
-    x = _load_out(parts[0], places, lses[0], BY_16, WIDTH, NATIVE)
+    x = _load_out(parts[0], places, lses[0], BY_16, WIDTH, NATIVE)  # [ROWS, WIDTH]
     out = x * _share_weight(weights[0], lses[0], inverse, is_empty)
     for number in tl.static_range(1, PARTS):
         x = _load_out(parts[number], places, lses[number], BY_16, WIDTH, NATIVE)
@@ -244,11 +249,11 @@ def _merge_attention_states_kernel(
     wait_for_previous_kernel(PDL)
     columns = tl.cdiv(num_blocks, BLOCK_B)
     first_token = (tl.program_id(0) // columns) * BLOCK_T
-    lane = tl.arange(0, ROWS)[:, None]
+    lane = tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     token = first_token + lane // BLOCK_B  # [ROWS, 1]
     block = (tl.program_id(0) % columns) * BLOCK_B + lane % BLOCK_B  # [ROWS, 1]
-    has_block = block < num_blocks
-    in_range = has_block & (token < num_tokens)
+    has_block = block < num_blocks  # [ROWS, 1]
+    in_range = has_block & (token < num_tokens)  # [ROWS, 1]
     token = token.to(tl.int64)
     places = _find_places(token, block, in_range, MERGE, BY_16)
     parts = (
@@ -286,7 +291,7 @@ def _merge_attention_states_kernel(
         ),
     )
     sums = (lse_ptr, stride_token_lse, stride_head_lse)
-    out = _merge_parts(parts, places, sums, MERGE.parts, WIDTH, BY_16, NATIVE)
+    out = _merge_parts(parts, places, sums, MERGE.parts, WIDTH, BY_16, NATIVE)  # [ROWS, WIDTH]
     target = Target(
         data_ptr,
         sf_ptr,

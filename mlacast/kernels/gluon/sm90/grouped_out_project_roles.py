@@ -37,9 +37,9 @@ def _put_scales(smem, raw, PARTS: gl.constexpr, BYTES: gl.constexpr):
     # All parts in one store: the compiler puts a barrier between two.
     LAYOUT: gl.constexpr = gl.BlockedLayout([PARTS, 1], [1, 32], [1, 4], [1, 0])
     raw = gl.convert_layout(raw, gl.SliceLayout(0, LAYOUT))[None, :]
-    part = gl.arange(0, PARTS, gl.SliceLayout(1, LAYOUT))[:, None]
+    part = gl.arange(0, PARTS, gl.SliceLayout(1, LAYOUT))[:, None]  # [PARTS, 1]
     if BYTES:
-        byte = (raw >> (8 * part)) & 0xFF
+        byte = (raw >> (8 * part)) & 0xFF  # [PARTS, rows]
         bits = gl.where(byte == 0, 0x400000, gl.where(byte == 255, 0x7FC00000, byte << 23))
         scales = bits.to(gl.float32, bitcast=True)
     else:

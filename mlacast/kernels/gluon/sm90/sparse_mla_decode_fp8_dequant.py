@@ -153,11 +153,11 @@ def _send(
     q_ptr, stride_q_token, stride_q_head = query
     stage = sent & 1
     token = find_token(item, work, WORK)
-    rows, _, valid = locate(ids, False, pool, pool, POOL, None)
-    head = find_head_start(item, work, WORK) + hide_value(gl.arange(0, BLOCK_H, _ROW))
+    rows, _, valid = locate(ids, False, pool, pool, POOL, None)  # [64]
+    head = find_head_start(item, work, WORK) + hide_value(gl.arange(0, BLOCK_H, _ROW))  # [64]
     # Four words at a time: so the compiler knows that copies of 16 bytes are aligned.
     q_rows = q_ptr + token.to(gl.int64) * stride_q_token * 4 + head * stride_q_head * 4
-    rows = gl.where(block < 0, q_rows, rows)
+    rows = gl.where(block < 0, q_rows, rows)  # [64]
     valid = gl.where(block < 0, head < work.num_heads, valid)
     mbarrier.wait(codes_free.index(stage), ((sent >> 1) & 1) ^ 1)
     mask_smem.index(sent & 3).store(gl.where(valid, 0, 1).to(gl.int8))

@@ -167,11 +167,11 @@ def _find_factors(running_max, partial_sum, sink, HAS_SINK: gl.constexpr):
 
     ``sink`` [64] is not looked at without HAS_SINK.
     """
-    total = gl.convert_layout(gl.sum(partial_sum, 1), running_max.type.layout)
+    total = gl.convert_layout(gl.sum(partial_sum, 1), running_max.type.layout)  # [64]
     empty = total == 0.0
     divisor = gl.where(empty, 1.0, total)
-    lse = gl.where(empty, -float("inf"), (running_max + gl.log2(divisor)) * LN_2)
-    factor = gl.where(empty, 0.0, 1.0 / divisor)
+    lse = gl.where(empty, -float("inf"), (running_max + gl.log2(divisor)) * LN_2)  # [64]
+    factor = gl.where(empty, 0.0, 1.0 / divisor)  # [64]
     if HAS_SINK:
         # An empty row keeps the factor 0: -inf - (-inf) would be NaN.
         shifted = gl.where(empty, 0.0, sink - lse)
@@ -252,12 +252,12 @@ def run_score_role(
         slot = advance_slot(slot)
         mbarrier.wait(barriers.index(K_READY + slot), phase)
         fence_async_shared()
-        s = _start_scores(barriers, query, k_smem.index(slot), tail_smem, S)
+        s = _start_scores(barriers, query, k_smem.index(slot), tail_smem, S)  # [64, 64]
         masked = has_marked(mask_smem.index(slot))
         # The rescale factors of this tile come where the final factors of the last one are.
         mbarrier.wait(barriers.index(FACTOR_FREE), (count >> 30) ^ 1)
-        running_max = gl.full((BLOCK_H,), -float("inf"), gl.float32, ROW)
-        partial_sum = gl.full((BLOCK_H, 4), 0.0, gl.float32, _PARTIAL)
+        running_max = gl.full((BLOCK_H,), -float("inf"), gl.float32, ROW)  # [64]
+        partial_sum = gl.full((BLOCK_H, 4), 0.0, gl.float32, _PARTIAL)  # [64, 4]
         s = _finish_scores(s, masked, mask_smem.index(slot))
         for _ in range(num_blocks - 1):
             phase = advance_phase(slot, phase)

@@ -204,11 +204,11 @@ def run_output_role(
                 sink = gl.load(sink_ptr + gl.minimum(head, num_heads - 1))
         if ROTATES:
             prefetch_angles(table_ptr, stride_table, angles)
-        empty = total == 0.0
+        empty = total == 0.0  # [64]
         divisor = gl.where(empty, 1.0, total)
-        lse2 = running_max + gl.log2(divisor)
-        lse = gl.where(empty, -float("inf"), lse2 * LN_2)
-        factor = gl.where(empty, 0.0, 1.0 / divisor)
+        lse2 = running_max + gl.log2(divisor)  # [64]
+        lse = gl.where(empty, -float("inf"), lse2 * LN_2)  # [64]
+        factor = gl.where(empty, 0.0, 1.0 / divisor)  # [64]
         if END.has_sink:
             # An empty row keeps the factor 0: -inf - (-inf) would be NaN. One rounding in both
             # roles, of which one stores lse: which one has a dimension depends on the batch.
