@@ -13,6 +13,13 @@ from mlacast.kernels.config.decode_metadata import metadata_config
 from mlacast.kernels.config.dense_prefill import PrefillConfig, prefill_plan, score_scale
 from mlacast.kernels.config.dense_prefill_sections import Sections, hopper_prefill_plan
 from mlacast.kernels.config.grouped_out_project import plan_product
+from mlacast.kernels.config.hopper_grouped_out_project import (
+    TWO_LOADERS,
+    VARIANTS,
+    ProductConfig,
+    ProductPlan,
+    product_plan,
+)
 from mlacast.kernels.config.merge_attention_states import MergeConfig, MergePlan, merge_plan
 from mlacast.kernels.config.output import OutputConfig
 from mlacast.kernels.config.sparse_attention import (
@@ -115,6 +122,18 @@ def test_a_plan_of_rope_and_fp8() -> None:
     wide = RopeConfig(rows=8, num_warps=4)
     assert rope_quantize_plan(100, 128, 1, True) == RopePlan(wide, 1600, 13, 1626)
     assert rope_quantize_plan(1, 17, 3, False, wide) == RopePlan(wide, 3, 1, 4)
+
+
+def test_a_plan_of_the_hopper_projection() -> None:
+    """4 groups of 256 columns: 8 or 16 tiles of 64 rows on 132 multiprocessors."""
+    sizes = (64, 256, 4, 4096)
+    plan = product_plan(sizes, torch.int32, torch.int32, 132)
+    assert plan == ProductPlan(TWO_LOADERS, ProductConfig(32, 4, True, True), 16, 128)
+    plan = product_plan(sizes, torch.float32, torch.float32, 6)
+    assert plan.product == ProductConfig(32, 1, False, False)
+    assert (plan.variant, plan.num_programs, plan.max_registers) == (VARIANTS[1], 6, 168)
+    given = product_plan(sizes, torch.float32, torch.int32, 132, VARIANTS[0])
+    assert given == (VARIANTS[0], ProductConfig(32, 4, False, True), 8, 168)
 
 
 GROUPS_128 = OutputConfig(2, 128, 4096, False, 1e-10, 0)
