@@ -92,8 +92,8 @@ def sparse_mla_decode(
         num_splits: Ranges of index columns attended apart and merged; None leaves it to schedule
             and backend.
         batch_invariant: A row's chunk boundaries depend on that row and the configuration only.
-        workspace: uint8 [n] scratch of at least ``workspace_size(schedule)`` bytes, or None to
-            allocate.
+        workspace: uint8 [n] scratch of at least ``workspace_size(schedule)`` bytes, from a multiple
+            of 16 on, or None to allocate.
         v_scale: Multiplies the output in float32, before its rotation and cast: the scale of a
             per-tensor FP8 cache. A number or a float32 tensor of one element.
         out: Buffer to fill: a bfloat16 tensor [s_q, h_q, 512], or a QuantizedTensor of any format
