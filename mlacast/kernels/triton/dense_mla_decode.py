@@ -9,6 +9,7 @@ import triton.language as tl
 from mlacast.descriptors.kv_format import KvFormat
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.kernels.common.attention_arguments import (
+    cache_operand,
     query_operand,
     rope_arguments,
     split_scales,
@@ -214,8 +215,7 @@ def launch_dense_mla_decode(
     # Sink, then a table and positions that nothing reads.
     rope_places = rope_arguments(attn_sink, None, lse, seq_lens)
     end = end_config(d_qk, attn_sink)
-    is_rows = kv_format.name == "BF16"
-    cache = k_cache if is_rows else launches.inside(k_cache, k_cache.view(torch.uint8))
+    cache = launches.inside(k_cache, cache_operand(k_cache, kv_format))
     scales, scale_config = split_scales(sm_scale, v_scale, lse)
     launches.launch(
         _dense_mla_decode_kernel,
