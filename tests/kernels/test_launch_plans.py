@@ -31,6 +31,7 @@ from mlacast.kernels.config.sparse_attention import (
     portable_decode_plan,
     prefill_576_plan,
 )
+from mlacast.kernels.config.v_up_project import v_up_config
 
 LARGE = 227 << 10
 GPU = torch.device("cuda")
@@ -112,6 +113,26 @@ def test_a_plan_of_the_merge() -> None:
     assert merge_plan(2, 17, 3, 96) == MergePlan(tile, num_blocks=3, num_programs=3)
     full = tile._replace(parts=4, d=512, features=0)
     assert merge_plan(4, 16, 128, 512) == MergePlan(full, num_blocks=512, num_programs=128)
+
+
+@pytest.mark.parametrize(
+    ("stride_latent", "stride_value", "is_wide"),
+    [
+        (128, 1, False),
+        (1, 512, False),
+        # A tile is 64 latent dimensions by 128 values.
+        (2**25 - 3, 1, False),
+        (2**25 - 2, 1, True),
+        (1, 2**24 - 1, False),
+        (1, 2**24, True),
+    ],
+)
+def test_tiles_of_far_weights_have_offsets_of_64_bits(
+    stride_latent: int, stride_value: int, is_wide: bool
+) -> None:
+    for tokens, block_m in ((64, 64), (65, 128)):
+        config = v_up_config(tokens, stride_latent, stride_value)
+        assert config == (block_m, 64, block_m // 16, 4, is_wide)
 
 
 def test_a_plan_of_rope_and_fp8() -> None:
