@@ -85,7 +85,10 @@ def sparse_mla_prefill_576_kernel(
 ):
     """Tiles of 64 heads of one token, at a stride of the grid. Grid: (programs,).
 
-    Who tells whom is in ``sparse_mla_prefill_576_barriers``.
+    Barriers (producer -> consumer), of one array as ``sparse_mla_prefill_576_barriers`` numbers it:
+    ``K_READY`` gather -> score, ``K_FREE`` output (of a query: score) -> gather, ``TAIL_FREE`` and
+    ``Q_FREE`` score -> gather, ``P_READY``, ``P_GO`` and ``FACTOR_READY`` score -> output,
+    ``P_FREE``, ``ALPHA_FREE`` and ``FACTOR_FREE`` output -> score.
     """
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     # Of P every piece of 16 columns is its own, and one address register is enough to store them.
