@@ -82,9 +82,29 @@ ROLES = [
 ]
 
 
+def _allocated(kernel: ast.FunctionDef) -> set[str]:
+    """Barriers that a kernel allocates; of an array of all of them, those that have a number."""
+    found = {
+        target.id
+        for node in ast.walk(kernel)
+        if isinstance(node, ast.Assign) and "allocate_shared_memory(gl.int64" in ast.unparse(node)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    if found == {"barriers"}:
+        init = FUNCTIONS["init_barriers"]
+        found = {node.id for node in ast.walk(init) if isinstance(node, ast.Name)}
+        found = {name for name in found if name.endswith(("_READY", "_FREE", "_GO"))}
+    return found
+
+
+KERNELS = [(stem, node) for stem, node in PLACES if _allocated(node)]
+
+
 def test_there_are_roles() -> None:
     assert len(ROLES) >= 16
     assert len(USERS) >= 35
+    assert len(KERNELS) >= 6
 
 
 @pytest.mark.parametrize(
@@ -102,3 +122,11 @@ def test_a_role_names_all_of_its_barriers(module: str, function: ast.FunctionDef
     text = ast.get_docstring(function) or ""
     missing = {name for name in _in_all(module, function) if f"``{name}``" not in text}
     assert missing == set()
+
+
+@pytest.mark.parametrize(("module", "kernel"), KERNELS, ids=[stem for stem, _ in KERNELS])
+def test_a_kernel_names_the_barriers_that_it_allocates(
+    module: str, kernel: ast.FunctionDef
+) -> None:
+    text = ast.get_docstring(kernel) or ""
+    assert {name for name in _allocated(kernel) if f"``{name}``" not in text} == set()
