@@ -244,7 +244,7 @@ def _make_weight_operand(
 
 @triton.jit
 def _load_weight_factor(sf, stride_word, start):
-    """Float32 scale of the 128 features around ``start``; ``sf`` points at the columns' first."""
+    """Float32 scale of the 128 features around ``start``, of ``sf``'s shape: its first scales."""
     return tl.load(sf + tl.cast(start // 128, tl.int64) * stride_word)
 
 

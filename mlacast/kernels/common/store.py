@@ -102,8 +102,8 @@ def _find_swizzled_offset(row, column, column_tiles):
 def _store_scales(target, row, group, index, values, mask, OUTPUT: tl.constexpr):
     """Store one scale per (row, block): scale ``index`` of the group; of the token for NVFP4.
 
-    Packed bytes go four to a word. Where those of a group do not fill its last word, the last one
-    also zeroes the rest.
+    ``values`` are [ROWS, blocks]. Packed bytes go four to a word. Where those of a group do not
+    fill its last word, the last one also zeroes the rest.
     """
     SCALES: tl.constexpr = OUTPUT.features // OUTPUT.group
     sf_ptr = target.sf_ptr

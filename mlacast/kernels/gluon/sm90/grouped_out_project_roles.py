@@ -167,7 +167,7 @@ def _start_product(x, w, into, part, PARTS: gl.constexpr):
 
 @gluon.jit
 def _add(acc, product, x_scale, w_scale, LAYOUT: gl.constexpr):
-    """Add the product, scaled: rows by ``x_scale``, columns by ``w_scale``, both in memory."""
+    """Add the product [ROWS, COLUMNS], scaled by ``x_scale`` and ``w_scale``, both in memory."""
     rows = x_scale.load(gl.SliceLayout(1, LAYOUT))
     columns = w_scale.load(gl.SliceLayout(0, LAYOUT))
     columns, product = gl.broadcast(columns[None, :], product)

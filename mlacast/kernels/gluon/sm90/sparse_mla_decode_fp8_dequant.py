@@ -60,7 +60,7 @@ WORDS_OF_TAIL = gl.constexpr(gl.NVMMASharedLayout(64, 32, 2))
 
 @gluon.jit
 def _copy_rows(target, rows, valid, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
-    """Start copying words ``FIRST``.. of 64 rows; rows that are not valid become zeros."""
+    """Start copying words ``FIRST``.. of ``rows`` [64]; those that are not valid become zeros."""
     PER_ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     column = FIRST + gl.arange(0, target.shape[1], gl.SliceLayout(0, LAYOUT))
     pointers = gl.convert_layout(rows, PER_ROW, assert_trivial=True)[:, None] + column[None, :]
@@ -92,7 +92,7 @@ def _cast_e4m3_to_float16(words):
 
 @gluon.jit
 def _load_slots_of(cursor, work, pool, WORK: gl.constexpr):
-    """Slots of the block under a cursor; of an item's first block where the cursor is on a query.
+    """Slots [64] of the block under a cursor; on a query, of the first block of its item.
 
     Past the program's last item: slots that nobody asks for.
     """

@@ -146,7 +146,10 @@ def _load_states(partials, row, step, first, num_splits, d, AHEAD: gl.constexpr)
 def _add_states(
     acc, running_sum, states, shift, first, num_splits, AHEAD: gl.constexpr, IS_START: gl.constexpr
 ):
-    """Add the states of up to AHEAD splits from ``first`` on; IS_START: to zeros."""
+    """Add the states of up to AHEAD splits from ``first`` on; IS_START: to zeros.
+
+    ``acc`` is [heads, 512], ``running_sum`` and ``shift`` are [heads].
+    """
     parts, maxima, sums = states
     for at in gl.static_range(AHEAD):
         if at == 0 or first + at < num_splits:

@@ -13,7 +13,7 @@ def load_slots(lane, block, length, extra_length, token, pool, extra_pool, EXTRA
     """Slots ``lane`` of one block of the main list followed by the extra list; -1 past their ends.
 
     Returns:
-        The slots, and whether they are the extra pool's.
+        The slots [64], and whether they are the extra pool's.
     """
     row_ptr = pool.indices_ptr + find_row_offset(token, pool.stride_indices)
     is_extra = False

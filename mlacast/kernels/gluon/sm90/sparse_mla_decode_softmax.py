@@ -44,7 +44,7 @@ def fold_scores(s, base, partial_sum, score_scale, PARTIAL: gl.constexpr, WEIGHT
 
 @gluon.jit
 def publish_weights(p, alpha, p_smem, alpha_smem, p_ready, p_free, count):
-    """Hand weights and rescale factors of block ``count`` to the output roles.
+    """Hand weights [64, 64] and rescale factors [64] of block ``count`` to the output roles.
 
     Consumes ``p_free``, produces ``p_ready``.
     """

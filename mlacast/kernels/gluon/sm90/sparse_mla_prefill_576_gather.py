@@ -27,7 +27,7 @@ from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
 
 @gluon.jit
 def _load_ids(indices_ptr, stride_indices, token, first, lane, length):
-    """Row numbers of one block; -1 at or past ``length``."""
+    """Row numbers [64] of one block; -1 at or past ``length``."""
     # One address a thread: what is the same in all threads is added before the lane.
     first_ptr = indices_ptr + find_row_offset(token, stride_indices) + first
     return gl.load(first_ptr + lane, mask=first + lane < length, other=-1)

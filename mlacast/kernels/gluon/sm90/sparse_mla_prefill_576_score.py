@@ -94,7 +94,7 @@ def _fold_scores(s, running_max, partial_sum, score_scale):
 
 @gluon.jit
 def _publish_weights(barriers, p, alpha, p_smem, alpha_smem, count):
-    """Hand weights and rescale factors of block ``count`` to the output roles.
+    """Hand weights [64, 64] and rescale factors [64] of block ``count`` to the output roles.
 
     Consumes ``P_FREE``, produces ``P_READY``. The fence is also that between the copies of the next
     block, waited for before, and its use.

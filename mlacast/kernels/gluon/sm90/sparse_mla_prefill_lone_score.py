@@ -69,7 +69,7 @@ def _start_right(q_right_smem, k, s):
 
 @gluon.jit
 def _has_key_out(bias):
-    """Whether any of a block's 64 keys does not count, as one number, for a branch."""
+    """Whether any of a block's keys does not count, by its ``bias`` [64]; a number for a branch."""
     # Every warp reads all 64 entries: no exchange between warps.
     WARP: gl.constexpr = gl.DistributedLinearLayout(
         [[1]], [[2], [4], [8], [16], [32]], [[0], [0]], [], [64]

@@ -53,7 +53,7 @@ def _start_product(
     SIDE: gl.constexpr,
     WORK: gl.constexpr,
 ):
-    """Issue ``o * alpha + P V`` of one block.
+    """Issue ``o * alpha + P V`` of one block, [64, 256] or, with two programs a tile, [64, 128].
 
     Consumes ``p_ready`` and, with one program a tile, ``p_go``.
     """
@@ -73,7 +73,7 @@ def _start_product(
 
 @gluon.jit
 def _store_rows(target_ptr, numbers, token, head, num_heads, WORK: gl.constexpr):
-    """Store numbers of a token's heads."""
+    """Store numbers [64] of a token's heads."""
     target = target_ptr + find_row_offset(token, num_heads) + head
     if WORK.full_tiles:
         gl.store(target, numbers)
