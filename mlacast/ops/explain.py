@@ -102,7 +102,7 @@ def _feature_arguments(
         "format": _out_format_of(bound),
         "group_features": _group_features_of(bound, head_features),
         "out_data": out.data if isinstance(out, QuantizedTensor) else None,
-        "out_sf": _scales_of(bound, head_features),
+        "out_sf": _scales_of(bound, head_features) if "out_sf" in wanted else None,
     }
     arguments = {}
     for name in wanted:
