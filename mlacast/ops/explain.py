@@ -80,9 +80,12 @@ def _group_features_of(bound: Mapping[str, Any], head_features: int) -> int:
 def _scales_of(bound: Mapping[str, Any], head_features: int) -> torch.Tensor | None:
     """Scales of the output, those of a buffer that the call would allocate on no device."""
     out, q, out_format = bound.get("out"), bound.get("q"), bound.get("out_format")
-    if out is None and isinstance(out_format, OutFormat) and isinstance(q, torch.Tensor):
-        features = _group_features_of(bound, head_features)
-        groups = q.shape[-2] * head_features // max(features, 1)
+    features = _group_features_of(bound, head_features)
+    # Groups of parts of heads go to the portable kernels whatever their scales.
+    is_whole = features > 0 and features % head_features == 0
+    if out is None and is_whole and isinstance(out_format, OutFormat):
+        assert isinstance(q, torch.Tensor), "an operation that is asked for scales has a query"
+        groups = q.shape[-2] * head_features // features
         out = QuantizedTensor.empty(q.shape[0], groups, features, out_format, "meta")
     return out.sf if isinstance(out, QuantizedTensor) else None
 
