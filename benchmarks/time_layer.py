@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import mlacast  # noqa: E402
 from mlacast.bench.protocols import burst, graph  # noqa: E402
+from mlacast.kernels.config import dense_prefill  # noqa: E402
 from mlacast.kernels.config.dense_prefill import PrefillConfig  # noqa: E402
 from mlacast.kernels.config.v_up_project import v_up_config  # noqa: E402
 from mlacast.kernels.triton import dense_mla_prefill, v_up_project  # noqa: E402
@@ -173,7 +174,7 @@ def _prefill(
     **outputs: Any,
 ) -> None:
     """Launch the kernel with a tile of our choice."""
-    vars(dense_mla_prefill)["prefill_config"] = lambda longest, shared: tile
+    vars(dense_prefill)["prefill_config"] = lambda longest, shared: tile
     dense_mla_prefill.launch_dense_mla_prefill(
         *inputs,
         cu_seqlens_q=bounds,

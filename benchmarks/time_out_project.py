@@ -27,6 +27,8 @@ import torch
 
 import mlacast
 from mlacast.bench import protocols
+from mlacast.kernels.config.grouped_out_project import Variant
+from mlacast.kernels.config.hopper_grouped_out_project import Variant as HopperVariant
 from mlacast.kernels.gluon.sm90 import grouped_out_project as hopper
 from mlacast.kernels.triton import grouped_out_project as portable
 from mlacast.kernels.vendor import scaled_mm_grouped_out_project as scaled_mm
@@ -65,7 +67,7 @@ Launch = Callable[..., object]
 
 
 def _portable(*numbers: Any) -> Launch:
-    variant = portable.Variant(*numbers)
+    variant = Variant(*numbers)
     return functools.partial(portable.launch_grouped_out_project, variant=variant)
 
 
@@ -85,7 +87,7 @@ MANY = {
 
 
 def _hopper(*numbers: Any) -> Launch:
-    return functools.partial(hopper.launch_grouped_out_project, variant=hopper.Variant(*numbers))
+    return functools.partial(hopper.launch_grouped_out_project, variant=HopperVariant(*numbers))
 
 
 # block_m, block_n, stages, what is shared, products in flight, load roles. For scales per 32.

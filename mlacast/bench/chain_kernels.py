@@ -24,15 +24,15 @@ def norm_rope_kernel(
 ):
     """Norm and rotate BLOCK_H heads of one token. Grid: (tokens, ceil(num_heads / BLOCK_H))."""
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    mask = (head < num_heads)[:, None]
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)  # [BLOCK_H]
+    mask = (head < num_heads)[:, None]  # [BLOCK_H, 1]
     offsets = (token * num_heads + head)[:, None] * 512 + tl.arange(0, 512)[None, :]
     x = tl.load(q_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     x *= tl.rsqrt(tl.sum(x * x, 1) / 512.0 + eps)[:, None]
     first, second = tl.split(tl.reshape(x, (BLOCK_H, 256, 2)))
     # 256 pairs, of which the first 224 do not turn.
-    pair = tl.arange(0, 256) - 224
-    at = table_ptr + tl.load(positions_ptr + token) * 64 + pair
+    pair = tl.arange(0, 256) - 224  # [256]
+    at = table_ptr + tl.load(positions_ptr + token).to(tl.int64) * 64 + pair
     cos = tl.load(at, mask=pair >= 0, other=1.0)[None, :]
     sin = tl.load(at + 32, mask=pair >= 0, other=0.0)[None, :]
     turned = tl.join(first * cos - second * sin, second * cos + first * sin)
@@ -60,17 +60,17 @@ def rope_cast_kernel(
     tokens. Grid: (num_heads * 4, ceil(num_tokens / BLOCK_T)).
     """
     head, word = tl.program_id(0) // 4, tl.program_id(0) % 4
-    token = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    token = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)  # [BLOCK_T]
     is_token = token < num_tokens
     mask = is_token[:, None, None]
     group, within = tl.arange(0, 4)[None, :, None], tl.arange(0, 32)[None, None, :]
     start = (token * num_heads + head) * 512 + word * 128
-    offsets = start[:, None, None] + group * 32 + within
+    offsets = start[:, None, None] + group * 32 + within  # [BLOCK_T, 4, 32]
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     if word == 3:
         # 64 pairs, of which the first 32 do not turn.
         pair = group * 16 + tl.arange(0, 16)[None, None, :] - 32
-        row = tl.load(positions_ptr + token, mask=is_token, other=0)
+        row = tl.load(positions_ptr + token, mask=is_token, other=0).to(tl.int64)  # [BLOCK_T]
         at = table_ptr + row[:, None, None] * 64 + pair
         turns = mask & (pair >= 0)
         cos = tl.load(at, mask=turns, other=1.0)
@@ -78,16 +78,16 @@ def rope_cast_kernel(
         first, second = tl.split(tl.reshape(x, (BLOCK_T, 4, 16, 2)))
         turned = tl.join(first * cos + second * sin, second * cos - first * sin)
         x = tl.reshape(turned, (BLOCK_T, 4, 32))
-    amax = tl.maximum(tl.max(tl.abs(x), 2), 1e-4)
+    amax = tl.maximum(tl.max(tl.abs(x), 2), 1e-4)  # [BLOCK_T, 4]
     # The smallest power of two not below amax / 448, where 448 is 1.75 * 2**8; dividing by it is
     # exact as a product.
     bits = amax.to(tl.int32, bitcast=True)
     exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     tl.store(codes_ptr + offsets, (x * inverse[:, :, None]).to(tl.float8e4nv), mask=mask)
-    packed = tl.sum(exponent << (tl.arange(0, 4) * 8)[None, :], 1)
-    column = (head // GROUP_HEADS) * stride_sf_group
-    column += ((head % GROUP_HEADS) * 4 + word) * stride_sf_word
+    packed = tl.sum(exponent << (tl.arange(0, 4) * 8)[None, :], 1)  # [BLOCK_T]
+    column = (head // GROUP_HEADS).to(tl.int64) * stride_sf_group
+    column += ((head % GROUP_HEADS) * 4 + word).to(tl.int64) * stride_sf_word
     tl.store(sf_ptr + column + token, packed, mask=is_token)
 
 

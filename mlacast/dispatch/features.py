@@ -24,7 +24,14 @@ DECODE_FEATURES = frozenset({"q:fp8", "scale:value", "scale:device", "rope:outpu
 
 # What a call's strides and numbers ask for beyond the ordinary.
 LAYOUT_FEATURES = frozenset(
-    {"rows:unaligned", "heads:far_apart", "groups:partial_heads", "sm_scale:not_positive"}
+    {
+        "rows:unaligned",
+        "heads:far_apart",
+        "pages:large",
+        "scales:far_apart",
+        "groups:partial_heads",
+        "sm_scale:not_positive",
+    }
 )
 
 OUT_FEATURES = frozenset(

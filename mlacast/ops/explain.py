@@ -77,6 +77,19 @@ def _group_features_of(bound: Mapping[str, Any], head_features: int) -> int:
     return heads * head_features // max(int(bound.get("num_groups", 1)), 1)
 
 
+def _scales_of(bound: Mapping[str, Any], head_features: int) -> torch.Tensor | None:
+    """Scales of the output, those of a buffer that the call would allocate on no device."""
+    out, q, out_format = bound.get("out"), bound.get("q"), bound.get("out_format")
+    features = _group_features_of(bound, head_features)
+    # Groups of parts of heads go to the portable kernels whatever their scales.
+    is_whole = features > 0 and features % head_features == 0
+    if out is None and is_whole and isinstance(out_format, OutFormat):
+        assert isinstance(q, torch.Tensor), "an operation that is asked for scales has a query"
+        groups = q.shape[-2] * head_features // features
+        out = QuantizedTensor.empty(q.shape[0], groups, features, out_format, "meta")
+    return out.sf if isinstance(out, QuantizedTensor) else None
+
+
 def _feature_arguments(
     bound: Mapping[str, Any], wanted: Mapping[str, Any], head_features: int
 ) -> dict[str, Any]:
@@ -92,6 +105,7 @@ def _feature_arguments(
         "format": _out_format_of(bound),
         "group_features": _group_features_of(bound, head_features),
         "out_data": out.data if isinstance(out, QuantizedTensor) else None,
+        "out_sf": _scales_of(bound, head_features) if "out_sf" in wanted else None,
     }
     arguments = {}
     for name in wanted:

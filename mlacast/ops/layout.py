@@ -15,6 +15,7 @@ def layout_features(
     sm_scale: float | torch.Tensor,
     caches: Sequence[torch.Tensor | None] = (),
     codes: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> frozenset[str]:
     """Features that a backend needs for layout and score scale.
 
@@ -25,8 +26,11 @@ def layout_features(
         group_features: Features of an output group; whole heads are multiples of 512.
         sm_scale: Score scale; one that is not above zero does not keep the order of the logits.
         caches: Paged caches whose pages should start at multiples of 16 bytes, with nothing between
-            the tokens.
+            the tokens, and have fewer than 2**31 words of 4 bytes.
         codes: Output; if its elements are bytes, rows should start at multiples of 4.
+        scales: Its scales [T, g, words], if they have strides; those of a token's group should be
+            within 2**31 of each other, bytes if four are a word. One behind the other for all
+            tokens, a million tokens of 128 heads in one group are too many.
     """
     features = set()
     for tensor in rows:
@@ -43,10 +47,16 @@ def layout_features(
         step = cache.stride(0) * cache.element_size() if cache.shape[0] > 1 else 0
         if apart or cache.data_ptr() % 16 or step % 16:
             features.add("rows:unaligned")
+        if cache.shape[1] * cache.shape[-1] * cache.element_size() >= 2**33:
+            features.add("pages:large")
     if codes is not None and codes.element_size() == 1:
         apart = any(codes.stride(dim) % 4 for dim in (0, 1) if codes.shape[dim] > 1)
         if codes.data_ptr() % 4 or apart:
             features.add("rows:unaligned")
+    if scales is not None and scales.dim() == 3:
+        per_word = 4 if scales.dtype == torch.int32 else 1
+        if scales.shape[2] * scales.stride(2) * per_word >= 2**31:
+            features.add("scales:far_apart")
     if group_features % D_V:
         features.add("groups:partial_heads")
     if not isinstance(sm_scale, torch.Tensor) and sm_scale <= 0.0:

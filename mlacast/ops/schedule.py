@@ -77,6 +77,11 @@ class SparseDecodeSchedule:
                 )
 
 
+def split_bytes(num_splits: int, s_q: int, h_q: int) -> int:
+    """Bytes of the states that splits leave: float32 outputs, maxima and sums, none for one."""
+    return 0 if num_splits == 1 else num_splits * s_q * h_q * (D_V + 2) * 4
+
+
 def check_num_splits(op: str, num_splits: int) -> None:
     """Check a number of splits."""
     check_type(op, "num_splits", num_splits, int, "an int or None")
@@ -180,6 +185,4 @@ def workspace_size(schedule: SparseDecodeSchedule) -> int:
     check_type(
         "workspace_size", "schedule", schedule, SparseDecodeSchedule, "a SparseDecodeSchedule"
     )
-    if schedule.num_splits == 1:
-        return 0
-    return schedule.num_splits * schedule.s_q * schedule.h_q * (D_V + 2) * 4
+    return split_bytes(schedule.num_splits, schedule.s_q, schedule.h_q)

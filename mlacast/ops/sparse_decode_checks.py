@@ -8,6 +8,7 @@ import torch
 
 from mlacast.descriptors.kv_format import KvFormat
 from mlacast.descriptors.rope import Rope
+from mlacast.dispatch.select import load
 from mlacast.errors import check_tensor, check_type, fail
 from mlacast.ops import value_checks
 from mlacast.ops.query import (
@@ -20,7 +21,12 @@ from mlacast.ops.query import (
     check_query,
     check_sink,
 )
-from mlacast.ops.schedule import SparseDecodeSchedule, check_num_splits, workspace_size
+from mlacast.ops.schedule import (
+    SparseDecodeSchedule,
+    check_num_splits,
+    split_bytes,
+    workspace_size,
+)
 
 OP = "sparse_mla_decode"
 
@@ -117,6 +123,43 @@ def check_sparse_decode(
                 f"hold {needed} bytes (workspace_size(schedule))",
                 workspace.shape[0],
             )
+
+
+def check_workspace(
+    workspace: torch.Tensor,
+    planner: str | None,
+    q: torch.Tensor,
+    width: int,
+    num_splits: int | None,
+    batch_invariant: bool,
+) -> None:
+    """Check that a workspace holds what the splits of a call leave, where kernels can store it.
+
+    Args:
+        workspace: uint8 [n].
+        planner: Of the backend that runs the call; one without has no use for a workspace.
+        q: The query.
+        width: Index columns of both lists.
+        num_splits: As in the call.
+        batch_invariant: As in the call.
+
+    Raises:
+        ValueError: It is too small, or starts at no multiple of 16 bytes.
+    """
+    if planner is None:
+        return
+    s_q, h_q, _ = q.shape
+    splits = num_splits or load(planner)(s_q, h_q, width, q.device, batch_invariant)
+    needed = split_bytes(splits, s_q, h_q)
+    past = workspace.data_ptr() % 16
+    if needed and (workspace.numel() < needed or past):
+        fail(
+            OP,
+            "workspace",
+            f"hold {needed} bytes from a multiple of 16 on",
+            f"{workspace.numel()} bytes at {past} past one",
+            "plan_sparse_decode and workspace_size give the size",
+        )
 
 
 def _check_pool(

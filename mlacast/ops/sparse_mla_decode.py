@@ -25,7 +25,11 @@ from mlacast.ops.output import (
 from mlacast.ops.overlap import check_no_overlap
 from mlacast.ops.query import decode_features, number_or_tensor, query_features
 from mlacast.ops.schedule import SparseDecodeSchedule
-from mlacast.ops.sparse_decode_checks import check_sparse_decode, check_sparse_decode_values
+from mlacast.ops.sparse_decode_checks import (
+    check_sparse_decode,
+    check_sparse_decode_values,
+    check_workspace,
+)
 from mlacast.ops.value_checks import validation_requested
 
 OP = "sparse_mla_decode"
@@ -88,8 +92,8 @@ def sparse_mla_decode(
         num_splits: Ranges of index columns attended apart and merged; None leaves it to schedule
             and backend.
         batch_invariant: A row's chunk boundaries depend on that row and the configuration only.
-        workspace: uint8 [n] scratch of at least ``workspace_size(schedule)`` bytes, or None to
-            allocate.
+        workspace: uint8 [n] scratch of at least ``workspace_size(schedule)`` bytes, from a multiple
+            of 16 on, or None to allocate.
         v_scale: Multiplies the output in float32, before its rotation and cast: the scale of a
             per-tensor FP8 cache. A number or a float32 tensor of one element.
         out: Buffer to fill: a bfloat16 tensor [s_q, h_q, 512], or a QuantizedTensor of any format
@@ -286,12 +290,14 @@ def required_features(
     v_scale: float | torch.Tensor = 1.0,
     rotates_query: bool = True,
     out_data: torch.Tensor | None = None,
+    out_sf: torch.Tensor | None = None,
 ) -> frozenset[str]:
     """Features that a backend needs for this call."""
     queries = query_features(q.shape[-1], q_norm_eps, rope_pairing, q_order, attn_sink is not None)
     pools = pool_features(kv_format, extra_kv_format)
     decode = decode_features(q, sm_scale, v_scale, rotates_query)
-    layout = layout_features((q,), group_features, sm_scale, (k_cache, extra_k_cache), out_data)
+    caches = (k_cache, extra_k_cache)
+    layout = layout_features((q,), group_features, sm_scale, caches, out_data, out_sf)
     return queries | decode | pools | layout | features_of(out_format)
 
 
@@ -347,6 +353,7 @@ def run(
         v_scale if v_scale_tensor is None else v_scale_tensor,
         rotate_query,
         out_data,
+        out_sf,
     )
     impl = select(OP, features, arch_of(q.device), requested_backend(OP, backend))
     if q.shape[0] == 0:
@@ -354,6 +361,9 @@ def run(
     q, k_cache = plain_rows(q), plain_pages(k_cache)
     if extra_k_cache is not None:
         extra_k_cache = plain_pages(extra_k_cache)
+    if workspace is not None:
+        width = indices.shape[1] + (0 if extra_indices is None else extra_indices.shape[1])
+        check_workspace(workspace, impl.planner, q, width, num_splits, batch_invariant)
     check_no_overlap(
         OP,
         [("out", out_data), ("out.sf", out_sf), ("lse", lse), ("workspace", workspace)],

@@ -250,11 +250,12 @@ def required_features(
     out_format: str,
     group_features: int,
     out_data: torch.Tensor | None = None,
+    out_sf: torch.Tensor | None = None,
 ) -> frozenset[str]:
     """Features that a backend needs for this call."""
     queries = query_features(q.shape[-1], q_norm_eps, rope_pairing, q_order, attn_sink is not None)
     latents = kv[:, 0] if kv.dim() == 3 else kv
-    layout = layout_features((q, latents), group_features, sm_scale, codes=out_data)
+    layout = layout_features((q, latents), group_features, sm_scale, codes=out_data, scales=out_sf)
     return queries | features_of(out_format) | layout
 
 
@@ -294,6 +295,7 @@ def run(
         out_format,
         out_data.shape[2] * (2 if out_format == "nvfp4" else 1),
         out_data,
+        out_sf,
     )
     impl = select(OP, features, arch_of(q.device), requested_backend(OP, backend))
     if q.shape[0] == 0:

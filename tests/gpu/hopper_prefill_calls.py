@@ -136,12 +136,11 @@ def check_case(launch: Launch, case: Case, d_qk: int, device: str) -> None:
 
 def share_tiles(monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
     """Let ``parts`` programs share each tile of the calls that follow, 66 tiles at most."""
-    from mlacast.kernels.gluon.sm90 import sparse_mla_prefill
 
     def chosen(num_tokens: int, num_heads: int, multiprocessors: int) -> PrefillWork:
         return prefill_work(num_tokens, num_heads, multiprocessors)._replace(parts=parts)
 
-    monkeypatch.setattr(sparse_mla_prefill, "prefill_work", chosen)
+    monkeypatch.setattr("mlacast.kernels.config.sparse_attention.prefill_work", chosen)
 
 
 def check_shared_tiles(

@@ -25,10 +25,8 @@ from tests.kernels.store_cases import assert_same_storages, fill_storage_on
 pytest.importorskip("triton", reason="the Hopper kernels need triton")
 
 from mlacast.kernels.common.combine_splits import combine_splits  # noqa: E402
+from mlacast.kernels.config.sparse_attention import FEW, MANY, merge_plan  # noqa: E402
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_merge import (  # noqa: E402
-    FEW,
-    MANY,
-    choose_program,
     merge_splits,
     merge_splits_kernel,
 )
@@ -279,7 +277,7 @@ def test_rows_that_are_zero_read_nothing_into_it(tokens: int, pairing: str) -> N
 @pytest.mark.parametrize("tokens", [2, 66], ids=["few", "many"])
 def test_every_number_of_splits_by_one_variant(tokens: int) -> None:
     program = MANY if tokens == 66 else FEW
-    assert choose_program(tokens, 16) == choose_program(3 * tokens, 16) == program
+    assert {merge_plan(count, 16).program for count in (tokens, 3 * tokens)} == {program}
     case = Case("splits", MX, 8, "interleaved", True)
     run(merge_splits, case, draw_states(3 * tokens, 16, 2, case.pairing, True).on(CUDA), True)
     variants = merge_splits_kernel.device_caches[torch.cuda.current_device()][0]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import mlacast
+from mlacast.kernels.config.hopper_grouped_out_project import Variant
 from mlacast.kernels.gluon.sm90 import grouped_out_project as hopper
 from mlacast.kernels.triton import grouped_out_project as portable
 from mlacast.kernels.vendor import deep_gemm_grouped_out_project as deep_gemm
@@ -79,18 +80,18 @@ def test_portable_linear(case: FormatCase, kind: str) -> None:
 
 
 VARIANTS = (
-    hopper.Variant(64, 64, 8, "steps"),
-    hopper.Variant(64, 64, 8, "steps", loaders=2),
-    hopper.Variant(64, 64, 8, "columns", 1),
-    hopper.Variant(128, 128, 5, "columns"),
-    hopper.Variant(128, 128, 6, "rows"),
+    Variant(64, 64, 8, "steps"),
+    Variant(64, 64, 8, "steps", loaders=2),
+    Variant(64, 64, 8, "columns", 1),
+    Variant(128, 128, 5, "columns"),
+    Variant(128, 128, 6, "rows"),
 )
 
 
 def multiply_on_hopper(
     out: mlacast.QuantizedTensor,
     weights: projections.Weights,
-    variant: hopper.Variant | None = None,
+    variant: Variant | None = None,
 ) -> torch.Tensor:
     """Run the Hopper kernel, whichever dispatch would choose."""
     launch = hopper.launch_grouped_out_project
@@ -104,7 +105,7 @@ def multiply_on_hopper(
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("kind", ["blocks_128", "bytes_32", "words_32"])
 @pytest.mark.parametrize("case", [MXFP8_HEAD, F128], ids=case_id)
-def test_hopper_products(case: FormatCase, kind: str, variant: hopper.Variant) -> None:
+def test_hopper_products(case: FormatCase, kind: str, variant: Variant) -> None:
     for groups, columns, features in ((2, 200, 1024), (9, 264, 384), (1, 8, 128)):
         weights = projections.draw_weights(kind, (groups, columns, features), CUDA)
         for tokens in (1, 5, 64, 150, 700):

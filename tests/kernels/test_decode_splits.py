@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from mlacast.kernels.config import sparse_attention
-from mlacast.kernels.config.sparse_attention import choose_decode_splits, plan_hopper_decode
+from mlacast.kernels.config.sparse_attention import (
+    FEW,
+    MANY,
+    MergePlan,
+    choose_decode_splits,
+    combine_config,
+    merge_plan,
+    plan_hopper_decode,
+)
 
 
 @pytest.mark.parametrize(
@@ -45,9 +53,12 @@ def test_a_plan_counts_tiles_and_blocks(
 
 
 def test_programs_of_the_merge_by_rows() -> None:
-    pytest.importorskip("triton", reason="the launcher imports triton")
-    from mlacast.kernels.gluon.sm90.sparse_mla_decode_merge import FEW, MANY, choose_program
+    assert merge_plan(16, 64) == MergePlan(FEW, full_tiles=True, grid=(16, 64))
+    assert merge_plan(17, 64) == MergePlan(MANY, full_tiles=True, grid=(17, 8))
+    assert merge_plan(100, 65) == MergePlan(MANY, full_tiles=False, grid=(100, 9))
+    assert merge_plan(1000, 4).program == FEW, "fewer heads than a large program takes"
 
-    assert choose_program(16, 64) == FEW
-    assert choose_program(17, 64) == MANY
-    assert choose_program(1000, 4) == FEW, "fewer heads than a large program takes"
+
+def test_programs_of_the_portable_merge_by_rows() -> None:
+    assert combine_config(16, 64) == (1, 128, 1)
+    assert combine_config(17, 64) == (4, 128, 1)

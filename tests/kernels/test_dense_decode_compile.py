@@ -18,6 +18,7 @@ from mlacast.kernels.config.attention import (  # noqa: E402
     QueryConfig,
     ScaleConfig,
 )
+from mlacast.kernels.config.decode_metadata import SIZES, MetadataConfig  # noqa: E402
 from mlacast.kernels.triton import decode_metadata, dense_mla_decode  # noqa: E402
 from tests.kernels import test_triton_compile as gates  # noqa: E402
 from tests.kernels.sm90_build import disassemble  # noqa: E402
@@ -61,8 +62,8 @@ def test_the_dense_decode(configuration: gates.Configuration, tmp_path: Path) ->
     gates.test_compiles_within_limits(configuration, tmp_path)
 
 
-@pytest.mark.parametrize("size", decode_metadata._SIZES, ids=lambda size: str(size[0]))
-def test_the_scheduler(size: tuple[int, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: str(size.block_b))
+def test_the_scheduler(size: MetadataConfig, tmp_path: Path) -> None:
     block_b, num_warps = size
     constants: dict[str, Any] = {"HAS_TOPK": True, "PDL": True, "BLOCK_B": block_b}
     names = PLANNER.arg_names

@@ -94,7 +94,7 @@ def test_any_number_of_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for heads in (1, 3, 4):
         monkeypatch.setattr(
-            "mlacast.kernels.triton.dense_mla_prefill.heads_at_a_time",
+            "mlacast.kernels.config.dense_prefill.heads_at_a_time",
             lambda num_heads, kv_heads, longest, heads=heads: heads,
         )
         results.append(attend(packed))

@@ -15,6 +15,8 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
+from mlacast.kernels.config import grouped_out_project as config  # noqa: E402
+from mlacast.kernels.config import hopper_grouped_out_project as plans  # noqa: E402
 from mlacast.kernels.config.output import OutputConfig  # noqa: E402
 from mlacast.kernels.gluon.sm90 import grouped_out_project as hopper  # noqa: E402
 from mlacast.kernels.triton import grouped_out_project as portable  # noqa: E402
@@ -41,15 +43,14 @@ def _compile(format: str, weights: str, tokens: int, capability: int, chunk32: b
     kind, group, codes, scales, scale = FORMATS[format]
     weight_kind, weight_type, weight_scales = WEIGHTS[weights]
     native = capability >= 89
-    fp8_product = native and portable._can_multiply_codes(kind, weight_kind)
-    chosen = portable.choose_variant(tokens, fp8_product)
-    variant, product = portable._fit(chosen, kind, group, weight_kind)
+    fp8_product = native and config._can_multiply_codes(kind, weight_kind)
+    chosen = config.choose_variant(tokens, fp8_product)
+    variant, product = config._fit(chosen, kind, group, weight_kind, in_float32=False)
     constants = {
         "SUMMED_GROUPS": 1,
         "TILES": variant,
         "SOURCE": OutputConfig(kind, group, 4096, chunk32, 1e-10, 512 if format == "nvfp4" else 0),
         "PRODUCT": product,
-        "COMPUTE": triton.language.bfloat16,
         "NATIVE": native,
     }
     types = {
@@ -124,7 +125,7 @@ def test_portable_kernel_reads_chunk32_in_pieces_of_16_bytes(tmp_path: Path) -> 
 def test_tiles_fill_the_device() -> None:
     """8 groups of 1024 columns on 132 multiprocessors, as a model has them."""
     chosen = {
-        tokens: hopper.choose_variant(tokens, 1024, 8, 132, per_32=False)
+        tokens: plans.choose_variant(tokens, 1024, 8, 132, per_32=False)
         for tokens in (1, 64, 128, 256, 4096)
     }
     tiles = {tokens: (one.block_m, one.block_n) for tokens, one in chosen.items()}
@@ -136,9 +137,9 @@ def test_tiles_fill_the_device() -> None:
         4096: (128, 128),
     }
     # So wide that small tiles would only read the tokens more often, but not half empty.
-    wide = hopper.choose_variant(64, 65536, 1, 132, per_32=True)
+    wide = plans.choose_variant(64, 65536, 1, 132, per_32=True)
     assert (wide.block_m, wide.block_n, wide.loaders) == (64, 128, 1)
-    few = hopper.choose_variant(64, 1024, 8, 132, per_32=True)
+    few = plans.choose_variant(64, 1024, 8, 132, per_32=True)
     assert (few.block_m, few.block_n, few.loaders) == (64, 64, 2)
 
 
@@ -154,16 +155,16 @@ def _codes(rows: int) -> str:
 @pytest.mark.parametrize(
     ("variant", "per_32"),
     [
-        (hopper._TWO_LOADERS, True),
-        *((variant, per_32) for variant in hopper._VARIANTS for per_32 in (True, False)),
+        (plans.TWO_LOADERS, True),
+        *((variant, per_32) for variant in plans.VARIANTS for per_32 in (True, False)),
     ],
     ids=str,
 )
-def test_hopper_kernel_fits_and_multiplies_codes(per_32: bool, variant: hopper.Variant) -> None:
+def test_hopper_kernel_fits_and_multiplies_codes(per_32: bool, variant: plans.Variant) -> None:
     parts = 4 if per_32 else 1
     constants = {
         "TILES": variant,
-        "PRODUCT": hopper.ProductConfig(32, parts, x_bytes=per_32, weight_bytes=per_32),
+        "PRODUCT": plans.ProductConfig(32, parts, x_bytes=per_32, weight_bytes=per_32),
     }
     scales = "*i32" if per_32 else "*fp32"
     types = {
@@ -181,7 +182,7 @@ def test_hopper_kernel_fits_and_multiplies_codes(per_32: bool, variant: hopper.V
     values = {(names.index(name),): value for name, value in constants.items()}
     attributes = {(names.index("out_ptr"),): [["tt.divisibility", 16]]}
     source = GluonASTSource(kernel, signature, values, attributes)
-    options = {"num_warps": 4, "maxnreg": hopper.MAX_REGISTERS[variant.loaders]}
+    options = {"num_warps": 4, "maxnreg": plans.MAX_REGISTERS[variant.loaders]}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert compiled.metadata.shared <= SHARED_MEMORY_BYTES
     with tempfile.TemporaryDirectory() as folder:

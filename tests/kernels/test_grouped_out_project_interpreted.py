@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import mlacast
+from mlacast.kernels.config.grouped_out_project import Variant
 from mlacast.kernels.triton.grouped_out_project import (
-    Variant,
     launch_grouped_out_project,
     launch_quantized_linear,
 )

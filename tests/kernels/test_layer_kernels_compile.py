@@ -97,10 +97,10 @@ def _merge(id: str, kind: str, parts: int, width: int, capability: int = 90) -> 
 
 
 def _v_up(
-    id: str, kind: str, num_tokens: int, unit: str = "value", capability: int = 90
+    id: str, kind: str, num_tokens: int, unit: str = "value", capability: int = 90, step: int = 128
 ) -> Configuration:
-    """``unit`` is the dimension along which the weights are contiguous."""
-    config = v_up_config(num_tokens)
+    """Weights are contiguous along ``unit``, and ``step`` elements apart along the other one."""
+    config = v_up_config(num_tokens, step)
     constants = {"TILES": config, f"stride_weight_{unit}": 1}
     product = "HGMMA" if capability == 90 else "HMMA"
     stages = config.num_stages
@@ -124,6 +124,7 @@ CONFIGURATIONS = (
     _v_up("v_up_small_fp8_tensor", "fp8_tensor", 64),
     _v_up("v_up_view_of_kv_b_proj_float32_128", "float32_128", 128, "latent"),
     _v_up("v_up_nvfp4", "nvfp4", 128),
+    _v_up("v_up_far_weights", "bf16", 128, step=2**25),
     _v_up("v_up_sm80_ue8m0_32", "ue8m0_32", 128, capability=80),
 )
 

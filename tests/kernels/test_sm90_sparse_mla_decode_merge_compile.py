@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="needs triton to compile kernels")
 
 from mlacast.kernels.config.attention import EndConfig  # noqa: E402
 from mlacast.kernels.config.output import OutputConfig  # noqa: E402
+from mlacast.kernels.config.sparse_attention import FEW, MANY  # noqa: E402
 from tests.kernels.sm90_build import compile_kernel, needs_gated_triton  # noqa: E402
 
 pytestmark = needs_gated_triton
@@ -93,7 +94,7 @@ def test_compiles_to_few_instructions_without_spills(name: str) -> None:
     from mlacast.kernels.gluon.sm90 import sparse_mla_decode_merge as merge
 
     constants, is_for_many, limit = CONFIGURATIONS[name]
-    program = merge.MANY if is_for_many else merge.FEW
+    program = MANY if is_for_many else FEW
     chosen: dict[str, Any] = constants | {"PROGRAM": program}
     options = {"num_warps": program.warps, **merge.OPTIONS}
     built = compile_kernel(merge.merge_splits_kernel, options, chosen, merge.UNALIGNED)

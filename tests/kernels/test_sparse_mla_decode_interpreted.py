@@ -284,7 +284,7 @@ def test_many_rows_are_merged_like_few(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     results = []
     for few_rows in (1024, 0):
-        monkeypatch.setattr("mlacast.kernels.common.combine_splits._FEW_ROWS", few_rows)
+        monkeypatch.setattr("mlacast.kernels.config.sparse_attention._FEW_ROWS", few_rows)
         buffer = store_cases.empty_buffer(MXFP8_CHUNK32, 3, 2, 1536, "cpu")
         lse = launches.decode(q, pool.cache, pool.indices, buffer, **options).lse
         results.append((buffer, lse))

@@ -23,7 +23,7 @@ from mlacast.kernels.config.attention import (  # noqa: E402
     ScaleConfig,
 )
 from mlacast.kernels.config.output import OutputConfig  # noqa: E402
-from mlacast.kernels.config.sparse_attention import tile_config  # noqa: E402
+from mlacast.kernels.config.sparse_attention import combine_config, tile_config  # noqa: E402
 from mlacast.kernels.triton import sparse_mla_decode, sparse_mla_prefill  # noqa: E402
 from tests.kernels.sm90_build import disassemble  # noqa: E402
 
@@ -156,8 +156,9 @@ def _compile(configuration: Configuration) -> Any:
         constants.update(TILES=tile)
         options.update(num_warps=tile.num_warps, num_stages=tile.num_stages)
     else:
-        constants.update(BLOCK_H=4, WIDTH=128)
-        options.update(num_warps=1)
+        program = combine_config(1000, 64)
+        constants.update(PROGRAM=program)
+        options.update(num_warps=program.num_warps)
     names = kernel.arg_names
     signature = {
         name: "constexpr" if name in constants else _type_of(name, configuration.types)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +13,9 @@ from mlacast.kernels.triton.v_up_project import launch_v_up_project
 from tests.format_cases import FAMILIES, NVFP4, QUANTISED, FormatCase, case_id
 from tests.kernels import launches, store_cases
 from tests.oracles import same_bits
+
+# Of Linux; Python has a name for it from 3.11 on.
+MAP_NORESERVE = 0x4000
 
 
 def draw(tokens: int, heads: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -58,6 +63,25 @@ def test_latents_and_weights_through_their_strides() -> None:
     up = torch.full((4, 256, 512), float("nan"))
     up[:, 128:] = w_uv.transpose(1, 2)
     assert same_bits(project(turned, up[:, 128:].transpose(1, 2)), expected)
+
+
+@pytest.mark.parametrize(
+    ("stride_latent", "stride_value"),
+    # 63 and 127 steps in one tile, past 2**31 elements each; and 448 of the first, in seven tiles.
+    [(2**31 // 63 + 1, 1), (1, 2**31 // 127 + 1)],
+    ids=["latent", "value"],
+)
+def test_strides_of_weights_that_32_bits_do_not_multiply(
+    stride_latent: int, stride_value: int
+) -> None:
+    latent, w_uv = draw(2, 1, torch.float16)
+    count = 511 * stride_latent + 127 * stride_value + 1
+    # Address space alone: memory that nobody touches costs nothing, and is not asked for.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    space = torch.frombuffer(mmap.mmap(-1, 2 * count, flags=flags), dtype=torch.float16)
+    far = space.as_strided(w_uv.shape, (count, stride_latent, stride_value))
+    far.copy_(w_uv)
+    assert same_bits(project(latent, far), project(latent, w_uv))
 
 
 def test_rows_do_not_depend_on_the_others() -> None:

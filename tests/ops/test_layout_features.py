@@ -130,6 +130,61 @@ def test_heads_of_a_packed_prefill_that_32_bits_do_not_reach(argument: int) -> N
     assert required == {"out:bf16", "heads:far_apart"}
 
 
+@pytest.mark.parametrize(
+    ("kv_format", "page_size"),
+    # Bytes of a token: 528, 584, 656 and 1024.
+    [("V41", 16268816), ("V4", 14708793), ("V32", 13094413), ("BF16", 8388608)],
+)
+def test_pages_whose_words_32_bits_do_not_count(kv_format: str, page_size: int) -> None:
+    """Hopper decodes count the words of a page; one of 8 GiB has 2**31."""
+    found = {}
+    for tokens in (page_size - 1, page_size):
+        one = mlacast.KvFormat.from_name(kv_format).allocate(
+            1, 1, d_qk=512 if kv_format == "BF16" else None
+        )
+        shape, width = (1, tokens, 1, one.shape[-1]), one.shape[-1]
+        strides = (tokens * width, width, width, 1)
+        page = torch.empty_strided(shape, strides, dtype=one.dtype, device="meta")
+        found[tokens] = "pages:large" in layout_features((), 512, 0.1, (page,))
+    assert found == {page_size - 1: False, page_size: True}
+
+
+@pytest.mark.parametrize(
+    ("out_format", "tokens"),
+    [
+        # 16, 4 and 1 scales a head of 512, of 128 heads; those of packed formats are bytes.
+        (mlacast.Mxfp8(), 2**20),
+        (mlacast.Fp8Group(32, "float32", "mn_major"), 2**20),
+        (mlacast.Fp8Group(128, "float32", "mn_major"), 2**22),
+        (mlacast.Fp8Group(128, "ue8m0_packed", "mn_major"), 2**22),
+    ],
+    ids=repr,
+)
+def test_scales_of_a_group_that_32_bits_do_not_reach(
+    out_format: mlacast.OutFormat, tokens: int
+) -> None:
+    """One group of 128 heads. What a call would allocate itself counts like what it is given."""
+    kv = torch.empty(8, 512, dtype=torch.bfloat16, device="meta")
+    for count, is_far in ((tokens - 4, False), (tokens, True)):
+        out = mlacast.QuantizedTensor.empty(count, 1, 65536, out_format, "meta")
+        features = layout_features((), 65536, 0.1, codes=out.data, scales=out.sf)
+        assert ("scales:far_apart" in features) is is_far
+        q = torch.empty(count, 128, 512, dtype=torch.bfloat16, device="meta")
+        indices = torch.empty(count, 1, dtype=torch.int32, device="meta")
+        for given in ({"out": out}, {"out_format": out_format, "num_groups": 1}):
+            found = mlacast.explain("sparse_mla_prefill", q, kv, indices, sm_scale=1.0, **given)
+            assert ("scales:far_apart" in found.features) is is_far
+    parts = mlacast.QuantizedTensor.empty(tokens, 8, 8192, out_format, "meta")
+    assert not layout_features((), 8192, 0.1, codes=parts.data, scales=parts.sf)
+
+
+@pytest.mark.parametrize("layout", ["row_major", "swizzled"])
+def test_scales_beside_each_other_are_near(layout: str) -> None:
+    out_format = mlacast.Nvfp4(1.0) if layout == "swizzled" else mlacast.Fp8Group(128, "float32")
+    out = mlacast.QuantizedTensor.empty(2**23, 1, 65536, out_format, "meta")
+    assert layout_features((), 65536, 0.1, codes=out.data, scales=out.sf) == frozenset()
+
+
 def test_pages_and_tokens_of_caches() -> None:
     page = torch.zeros(2 * 64 * 584 + 8, dtype=torch.uint8)
     unaligned = page.as_strided((2, 64, 1, 584), (64 * 584 + 8, 584, 584, 1))
@@ -178,7 +233,16 @@ def test_hopper_stores_every_format(op: str, out: str) -> None:
         assert select(op, features, "sm90").backend == "hopper"
 
 
-@pytest.mark.parametrize("feature", ["rows:unaligned", "heads:far_apart", "groups:partial_heads"])
+@pytest.mark.parametrize(
+    "feature",
+    [
+        "rows:unaligned",
+        "heads:far_apart",
+        "pages:large",
+        "scales:far_apart",
+        "groups:partial_heads",
+    ],
+)
 def test_what_hopper_leaves_to_the_portable_kernel(feature: str) -> None:
     features = PLAIN | pool_features("V4", None) | {feature}
     assert select("sparse_mla_decode", features, "sm90").backend == "triton"

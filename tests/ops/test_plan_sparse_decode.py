@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 
 import pytest
 import torch
 
 import mlacast
+from mlacast.ops.sparse_decode_checks import check_workspace
 from tests.scenarios import CacheCase, draw_indices, transposed_queries
 
 V4 = mlacast.KvFormat.V4
+PLANNER = "mlacast.kernels.config.sparse_attention:plan_hopper_decode"
 
 
 def test_the_same_shapes_give_an_equal_workspace() -> None:
@@ -29,14 +32,66 @@ def test_partials_of_every_split_fit_in_the_workspace() -> None:
     """
     scratch = pytest.importorskip("mlacast.kernels.common.combine_splits")
     launches = importlib.import_module("mlacast.kernels.common.launch").Launches
+    q = torch.empty(4, 2, 512)
     for num_splits in (2, 3, 8):
         plan = mlacast.plan_sparse_decode(4, 2, 640, kv_format=V4, num_splits=num_splits)
         size, rows = mlacast.workspace_size(plan), num_splits * 4 * 2
         assert size == rows * (512 + 2) * 4
-        workspace = torch.empty(size, dtype=torch.uint8)
-        scratch.split_scratch(rows, workspace, launches(workspace.device))
-        with pytest.raises(ValueError, match="sparse_mla_decode: workspace must hold"):
-            scratch.split_scratch(rows, workspace[:-1], launches(workspace.device))
+        workspace = torch.empty(size + 16, dtype=torch.uint8)
+        check_workspace(workspace[:size], PLANNER, q, 640, num_splits, False)
+        scratch.split_scratch(rows, workspace[:size], launches(workspace.device))
+        for wrong in (workspace[: size - 1], workspace[8:]):
+            with pytest.raises(ValueError, match=f"sparse_mla_decode: workspace must hold {size} "):
+                check_workspace(wrong, PLANNER, q, 640, num_splits, False)
+    check_workspace(workspace[8:8], PLANNER, q, 640, 1, False)
+    check_workspace(workspace[8:8], None, q, 640, 8, False)
+
+
+def test_a_workspace_without_a_schedule_is_held_against_the_splits_of_the_backend(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ten blocks of 64 keys on 132 multiprocessors: ten splits of one token and 64 heads."""
+    config = pytest.importorskip("mlacast.kernels.config.sparse_attention")
+    monkeypatch.setattr(config, "num_multiprocessors", lambda device: 132)
+    workspace, q = torch.empty(10 * 64 * 514 * 4, dtype=torch.uint8), torch.empty(1, 64, 512)
+    check_workspace(workspace, PLANNER, q, 640, None, False)
+    with pytest.raises(ValueError, match="workspace must hold 1447424 bytes"):
+        check_workspace(workspace, PLANNER, q, 641, None, False)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton", "hopper"])
+def test_a_workspace_of_a_call_is_checked_before_the_launch(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference has no splits, and leaves a workspace alone whatever its size."""
+    if backend != "reference":
+        pytest.importorskip("mlacast.kernels.config.sparse_attention")
+        monkeypatch.setattr("mlacast.ops.sparse_mla_decode.arch_of", lambda device: "sm90")
+        monkeypatch.setattr("mlacast.dispatch.select.is_installed", lambda module: True)
+        launched: list[str] = []
+        monkeypatch.setattr(
+            "mlacast.ops.sparse_mla_decode.load",
+            lambda target: lambda *args, **kwargs: launched.append(target),
+        )
+    filled = CacheCase("V4", 512).fill(num_pages=1, page_size=4, slots=range(4))
+    q, indices = transposed_queries(2, 64, 512), draw_indices(2, 70, 4)
+    needed = 3 * 2 * 64 * 514 * 4
+    for size in (needed, needed - 1):
+        is_refused = size < needed and backend != "reference"
+        outcome = pytest.raises(ValueError, match=f"workspace must hold {needed} bytes")
+        with outcome if is_refused else contextlib.nullcontext():
+            mlacast.sparse_mla_decode(
+                q,
+                filled.cache,
+                indices,
+                kv_format=V4,
+                sm_scale=1.0,
+                num_splits=3,
+                workspace=torch.empty(size, dtype=torch.uint8),
+                backend=backend,
+            )
+    if backend != "reference":
+        assert len(launched) == 1, "one call is refused, the other is not"
 
 
 def test_a_plan_for_a_gpu_has_the_splits_of_a_call_without_one(

@@ -51,6 +51,11 @@ def query_operand(q: torch.Tensor) -> torch.Tensor:
     return q.view(torch.uint8) if q.dtype == torch.float8_e4m3fn else q
 
 
+def cache_operand(cache: torch.Tensor, kv_format: KvFormat) -> torch.Tensor:
+    """A cache as a portable kernel's argument: plain rows in elements, records in bytes."""
+    return cache if kv_format.name == "BF16" else cache.view(torch.uint8)
+
+
 def list_arguments(indices: torch.Tensor, lengths: torch.Tensor | None) -> list[Any]:
     """Index rows and their lengths as kernel arguments: each with its stride, width between."""
     length_stride = 0 if lengths is None else lengths.stride(0)

@@ -12,12 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-from mlacast.errors import fail
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.sparse_attention import find_angles, finish_rows
 from mlacast.kernels.common.store import Target, store_output
 from mlacast.kernels.common.targets import StoreTarget
 from mlacast.kernels.config.attention import EndConfig
+from mlacast.kernels.config.sparse_attention import combine_config
 
 # Counts and strides that vary while serving must not pick another variant of the kernel.
 VARYING_IN_EPILOGUE = [
@@ -45,10 +45,6 @@ UNALIGNED_IN_EPILOGUE = [
 ]
 # Maxima of so many splits are read at a time.
 _SPLITS_AT_ONCE = tl.constexpr(32)
-# Dimensions of a program; only the last of a head rotates.
-_WIDTH = 128
-# Rows (token, head) up to which a program merges one head.
-_FEW_ROWS = 1024
 
 
 class State(NamedTuple):
@@ -167,34 +163,35 @@ def combine_splits_kernel(
     num_tokens,
     num_heads,
     num_splits,
-    BLOCK_H: tl.constexpr,
-    WIDTH: tl.constexpr,
+    PROGRAM: tl.constexpr,
     END: tl.constexpr,
     OUTPUT: tl.constexpr,
 ):
-    """Merge a quarter of BLOCK_H heads of one token. Grid: (s_q * ceil(h_q / BLOCK_H), 4).
+    """Merge WIDTH dimensions of BLOCK_H heads of one token, which PROGRAM names.
 
-    Partials are added in ascending order. A split without keys has the sum 0, the maximum -inf and
-    a partial of zeros, written like any other.
+    Grid: (s_q * ceil(h_q / BLOCK_H), 512 / WIDTH). Partials are added in ascending order. A split
+    without keys has the sum 0, the maximum -inf and a partial of zeros, written like any other.
     """
+    BLOCK_H: tl.constexpr = PROGRAM.block_h
+    WIDTH: tl.constexpr = PROGRAM.width
     token, head_start, _, _ = find_heads(num_tokens, num_heads, BLOCK_H)
-    head = head_start + tl.arange(0, BLOCK_H)
-    in_range = head < num_heads
+    head = head_start + tl.arange(0, BLOCK_H)  # [BLOCK_H]
+    in_range = head < num_heads  # [BLOCK_H]
     first = tl.program_id(1) * WIDTH
-    d = first + tl.arange(0, WIDTH)
-    mask = in_range[:, None] & (d >= 0)[None, :]
-    row = token * num_heads + head  # [BLOCK_H]
+    d = first + tl.arange(0, WIDTH)  # [WIDTH]
+    mask = in_range[:, None] & (d >= 0)[None, :]  # [BLOCK_H, WIDTH]
+    row = token * num_heads + head  # [BLOCK_H], int64
     step = num_tokens.to(tl.int64) * num_heads
     maxima = tl.full((BLOCK_H, _SPLITS_AT_ONCE), -float("inf"), tl.float32)
     for start in range(0, num_splits, _SPLITS_AT_ONCE):
-        split = start + tl.arange(0, _SPLITS_AT_ONCE)
+        split = start + tl.arange(0, _SPLITS_AT_ONCE)  # [_SPLITS_AT_ONCE]
         part_max = tl.load(
             partial_max_ptr + split[None, :] * step + row[:, None],
             mask=in_range[:, None] & (split < num_splits)[None, :],
             other=-float("inf"),
-        )
+        )  # [BLOCK_H, _SPLITS_AT_ONCE]
         maxima = tl.maximum(maxima, part_max)
-    running_max = tl.max(maxima, 1)
+    running_max = tl.max(maxima, 1)  # [BLOCK_H]
     # -inf - -inf is NaN: shift by 0 where no split has a key.
     shift = tl.where(running_max == -float("inf"), 0.0, running_max)
     acc = tl.zeros((BLOCK_H, WIDTH), tl.float32)
@@ -203,7 +200,8 @@ def combine_splits_kernel(
         part_row = split * step + row  # [BLOCK_H]
         part_max = tl.load(partial_max_ptr + part_row, mask=in_range, other=-float("inf"))
         part_sum = tl.load(partial_sum_ptr + part_row, mask=in_range, other=0.0)
-        part = tl.load(partial_out_ptr + part_row[:, None] * 512 + d[None, :], mask=mask, other=0.0)
+        part_out = partial_out_ptr + part_row[:, None] * 512 + d[None, :]  # [BLOCK_H, WIDTH]
+        part = tl.load(part_out, mask=mask, other=0.0)
         weight = tl.exp2(part_max - shift)  # [BLOCK_H]
         acc += part * weight[:, None]
         running_sum += part_sum * weight
@@ -238,19 +236,14 @@ def combine_splits_kernel(
 def split_scratch(
     rows: int, workspace: torch.Tensor | None, launches: Launches
 ) -> list[torch.Tensor]:
-    """Scratch of split states: outputs [rows, 512], maxima and sums [rows], float32."""
+    """Scratch of split states: outputs [rows, 512], maxima and sums [rows], float32.
+
+    A ``workspace`` holds them: the operation has checked its size and where it starts.
+    """
     floats = rows * 514
     if workspace is None:
         base = scratch = launches.scratch(floats)
     else:
-        if workspace.numel() < floats * 4 or workspace.data_ptr() % 16:
-            fail(
-                "sparse_mla_decode",
-                "workspace",
-                f"hold {floats * 4} bytes from a multiple of 16 on",
-                f"{workspace.numel()} bytes at {workspace.data_ptr() % 16} past one",
-                "plan_sparse_decode and workspace_size give the size",
-            )
         base, scratch = workspace, workspace[: floats * 4].view(torch.float32)
     views = [scratch, scratch[rows * 512 :], scratch[rows * 513 :]]
     return [launches.inside(base, view) for view in views]
@@ -291,11 +284,10 @@ def combine_splits(
         num_splits: Splits of every row.
         end: What follows the merge.
     """
-    # Few rows need every multiprocessor; many are cheaper in larger programs.
-    block_h = 1 if num_tokens * num_heads <= _FEW_ROWS else 4
+    program = combine_config(num_tokens, num_heads)
     launches.launch(
         combine_splits_kernel,
-        (num_tokens * triton.cdiv(num_heads, block_h), 512 // _WIDTH),
+        (num_tokens * triton.cdiv(num_heads, program.block_h), 512 // program.width),
         *partials,
         *rope_arguments,
         lse,
@@ -304,10 +296,9 @@ def combine_splits(
         num_tokens,
         num_heads,
         num_splits,
-        BLOCK_H=block_h,
-        WIDTH=_WIDTH,
+        PROGRAM=program,
         END=end,
         OUTPUT=target.config,
-        num_warps=1,
+        num_warps=program.num_warps,
         enable_fp_fusion=False,
     )

@@ -78,8 +78,8 @@ def _find_block(start, F: tl.constexpr, CHUNK32: tl.constexpr):
 @triton.jit
 def _spread_bytes(word, start, COLUMNS: tl.constexpr, PER_BYTE: tl.constexpr):
     """Byte of each of COLUMNS features from ``start``: int32 [ROWS, COLUMNS] from words [ROWS]."""
-    column = start + tl.arange(0, COLUMNS)
-    shift = column // PER_BYTE % 4 * 8
+    column = start + tl.arange(0, COLUMNS)  # [COLUMNS]
+    shift = column // PER_BYTE % 4 * 8  # [COLUMNS]
     return (word[:, None] >> shift[None, :]) & 0xFF
 
 
@@ -95,14 +95,14 @@ def load_codes(
     ``rows`` [ROWS, 1] points at the group's first code of each token.
     """
     if SOURCE.kind == NVFP4:
-        k = start // 2 + tl.arange(0, BLOCK_K // 2)
+        k = start // 2 + tl.arange(0, BLOCK_K // 2)  # [BLOCK_K / 2]
         limit: tl.constexpr = SOURCE.features // 2
     else:
-        k = start + tl.arange(0, BLOCK_K)
+        k = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
         limit: tl.constexpr = SOURCE.features
     place = k
     if SOURCE.chunk32:
-        inside = tl.arange(0, BLOCK_K)
+        inside = tl.arange(0, BLOCK_K)  # [BLOCK_K]
         first = _find_block(start, SOURCE.features, True) * 32
         place = first + inside // 32 * (SOURCE.features // 512 * 32) + inside % 32
     if SOURCE.features % BLOCK_K == 0:
@@ -213,7 +213,7 @@ def _load_activation_factor(
 @triton.jit
 def load_weights(rows, start, F: tl.constexpr, BLOCK_K: tl.constexpr):
     """Weights [COLUMNS, BLOCK_K]; ``rows`` [COLUMNS, 1] points at a column's first feature."""
-    k = start + tl.arange(0, BLOCK_K)
+    k = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
     if F % BLOCK_K == 0:
         return tl.load(rows + k[None, :])
     else:
@@ -244,7 +244,7 @@ def _make_weight_operand(
 
 @triton.jit
 def _load_weight_factor(sf, stride_word, start):
-    """Float32 scale of the 128 features around ``start``; ``sf`` points at the columns' first."""
+    """Float32 scale of the 128 features around ``start``, of ``sf``'s shape: its first scales."""
     return tl.load(sf + tl.cast(start // 128, tl.int64) * stride_word)
 
 

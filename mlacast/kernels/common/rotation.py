@@ -22,17 +22,17 @@ def load_rotated(
     ``partner_offsets`` addresses the partner of each column (``find_partner_column``), ``angles``
     is a table with the row of the token.
     """
-    d = tl.arange(0, D)
-    is_rope = d >= D - 64
-    x = tl.load(base_ptr + offsets, mask=mask, other=0.0)
+    d = tl.arange(0, D)  # [D]
+    is_rope = d >= D - 64  # [D]
+    x = tl.load(base_ptr + offsets, mask=mask, other=0.0)  # [BLOCK_H, D]
     partner = tl.load(base_ptr + partner_offsets, mask=mask & is_rope[None, :], other=0.0)
-    within = d - (D - 64)
+    within = d - (D - 64)  # [D]
     pair = within % 32 if HALF_PAIRING else within // 2
     is_first = (within < 32) if HALF_PAIRING else (within % 2 == 0)
     row_ptr = angles.table_ptr + angles.row * angles.stride_table
-    cos = tl.load(row_ptr + pair, mask=is_rope, other=1.0)
-    sin = tl.load(row_ptr + 32 + pair, mask=is_rope, other=0.0)
-    signed_sin = tl.where(is_first, -sin, sin)
+    cos = tl.load(row_ptr + pair, mask=is_rope, other=1.0)  # [D]
+    sin = tl.load(row_ptr + 32 + pair, mask=is_rope, other=0.0)  # [D]
+    signed_sin = tl.where(is_first, -sin, sin)  # [D]
     rotated = x.to(tl.float32) * cos[None, :] + partner.to(tl.float32) * signed_sin[None, :]
     return tl.where(is_rope[None, :], rotated.to(x.dtype), x)
 
@@ -55,19 +55,19 @@ def rotate_back_last_64(x, angles, HALF_PAIRING: tl.constexpr):
     BLOCK_H: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[1]
     LAST: tl.constexpr = WIDTH // 64 - 1
-    blocks = tl.reshape(x, (BLOCK_H, LAST + 1, 64))
-    is_rope = (tl.arange(0, LAST + 1) == LAST)[None, :, None]
+    blocks = tl.reshape(x, (BLOCK_H, LAST + 1, 64))  # [BLOCK_H, blocks, 64]
+    is_rope = (tl.arange(0, LAST + 1) == LAST)[None, :, None]  # [1, blocks, 1]
     # -0.0 is the identity of addition: the sum over blocks returns the last one bit for bit.
-    rope = tl.sum(tl.where(is_rope, blocks, make_negative_zero()), 1)
-    pair = tl.arange(0, 32)
+    rope = tl.sum(tl.where(is_rope, blocks, make_negative_zero()), 1)  # [BLOCK_H, 64]
+    pair = tl.arange(0, 32)  # [32]
     row_ptr = angles.table_ptr + angles.row * angles.stride_table
-    cos = tl.load(row_ptr + pair)[None, :]
-    sin = tl.load(row_ptr + 32 + pair)[None, :]
+    cos = tl.load(row_ptr + pair)[None, :]  # [1, 32]
+    sin = tl.load(row_ptr + 32 + pair)[None, :]  # [1, 32]
     if HALF_PAIRING:
         first, second = tl.split(tl.permute(tl.reshape(rope, (BLOCK_H, 2, 32)), (0, 2, 1)))
     else:
         first, second = tl.split(tl.reshape(rope, (BLOCK_H, 32, 2)))
-    rotated = tl.join(first * cos + second * sin, second * cos - first * sin)
+    rotated = tl.join(first * cos + second * sin, second * cos - first * sin)  # [BLOCK_H, 32, 2]
     if HALF_PAIRING:
         rotated = tl.permute(rotated, (0, 2, 1))
     rotated = tl.reshape(rotated, (BLOCK_H, 1, 64))

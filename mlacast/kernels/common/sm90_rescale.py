@@ -28,7 +28,7 @@ def _operands(COUNT):
 
 @gluon.jit
 def rescale(o, alpha, COUNT: gl.constexpr):
-    """``o * alpha[:, None]`` for accumulators ``o`` of COUNT registers a thread.
+    """``o * alpha[:, None]``, [64, n] and [64], for ``o`` of COUNT registers a thread.
 
     Nearly always every factor is one, and skipping the products saves energy.
     """

@@ -172,7 +172,7 @@ def _store_e4m3(
     MASKED: gl.constexpr,
     OUTPUT: gl.constexpr,
 ):
-    """``store_scaled_block`` where codes are e4m3: by one scale of the tensor, or one a group."""
+    """``store_scaled_block`` [64, 128] to e4m3 codes: one scale of the tensor, or one a group."""
     COLUMN: gl.constexpr = gl.SliceLayout(1, x.type.layout)
     if OUTPUT.kind == FP8_TENSOR:
         per_head = gl.convert_layout(factor, COLUMN, assert_trivial=True)[:, None]

@@ -49,10 +49,10 @@ def _store_codes(
         data_ptr = data_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
         stride_group = stride_group // 4
     head = head_start + hide_value(gl.arange(0, codes.shape[0], gl.SliceLayout(1, LAYOUT)))
-    d = FIRST // PER_CODE + gl.arange(0, codes.shape[1], gl.SliceLayout(0, LAYOUT))
+    d = FIRST // PER_CODE + gl.arange(0, codes.shape[1], gl.SliceLayout(0, LAYOUT))  # [n]
     if CHUNK32:
         d = (d // 32) * (HEADS * 32) + d % 32
-    rows = (head // HEADS).to(gl.int64) * stride_group + (head % HEADS) * HEAD_STEP
+    rows = (head // HEADS).to(gl.int64) * stride_group + (head % HEADS) * HEAD_STEP  # [heads]
     pointers = data_ptr + rows[:, None] + d[None, :]
     if FULL_TILES:
         gl.store(pointers, codes)
@@ -83,7 +83,7 @@ def _store_scales(
     block = FIRST // GROUP + hide_value(gl.arange(0, BLOCKS, gl.SliceLayout(0, LAYOUT)))
     within = head % HEADS  # [heads]
     group = (head // HEADS).to(gl.int64) * stride_group
-    mask = (head < num_heads)[:, None] & (block >= 0)[None, :]
+    mask = (head < num_heads)[:, None] & (block >= 0)[None, :]  # [heads, n / group]
     if OUTPUT.kind == FP8_UE8M0:
         # Scale ``index`` of a group is byte index % 4 of word index // 4.
         if not OUTPUT.chunk32:
@@ -125,10 +125,10 @@ def _quantise_groups(x, KIND: gl.constexpr, GROUP: gl.constexpr, AMAX_FLOOR: gl.
 
     A group with a NaN has only NaN codes; an infinity takes the largest scale.
     """
-    grouped = gl.reshape(x, (x.shape[0], x.shape[1] // GROUP, GROUP))
+    grouped = gl.reshape(x, (x.shape[0], x.shape[1] // GROUP, GROUP))  # [heads, n / GROUP, GROUP]
     amax = gl.reduce(gl.abs(grouped), 2, choose_larger_or_nan)  # [heads, n / GROUP]
-    has_nan = amax != amax
-    floored = gl.maximum(amax, AMAX_FLOOR)
+    has_nan = amax != amax  # [heads, n / GROUP]
+    floored = gl.maximum(amax, AMAX_FLOOR)  # [heads, n / GROUP]
     if KIND == FP8_FLOAT32:
         scale = gl.div_rn(gl.minimum(floored, FLOAT32_MAX), 448.0)
         scale = gl.where(has_nan, float("nan"), scale)
@@ -137,7 +137,7 @@ def _quantise_groups(x, KIND: gl.constexpr, GROUP: gl.constexpr, AMAX_FLOOR: gl.
         inverse = gl.expand_dims(gl.convert_layout(gl.div_rn(1.0, scale), ROW), 2)
         # The quotient and one correction are the IEEE division; infinity takes the largest number.
         finite = gl.minimum(gl.maximum(grouped, -FLOAT32_MAX), FLOAT32_MAX)
-        quotient = finite * inverse
+        quotient = finite * inverse  # [heads, n / GROUP, GROUP]
         # Negated twice, the remainder keeps the sign of a zero; -x would be 0 - x.
         opposite = gl.fma(quotient, gl.broadcast(divisor, quotient)[0], finite * -1.0)
         ratio = gl.fma(opposite * -1.0, gl.broadcast(inverse, quotient)[0], quotient)

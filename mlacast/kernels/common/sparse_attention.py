@@ -116,8 +116,8 @@ def load_query(
         which come without norm and rotation), and the base-2 score scale [BLOCK_H].
     """
     head = head_start + tl.arange(0, BLOCK_H)  # [BLOCK_H]
-    d = tl.arange(0, 512)
-    mask = (head < num_heads)[:, None] & (d >= 0)[None, :]
+    d = tl.arange(0, 512)  # [512]
+    mask = (head < num_heads)[:, None] & (d >= 0)[None, :]  # [BLOCK_H, 512]
     base = q_ptr + token * stride_q_token
     offsets = _find_query_offsets(
         head, d, stride_q_head, num_heads, QUERY.chunk16
@@ -128,14 +128,14 @@ def load_query(
         q = load_rotated(base, offsets, partners, mask, angles, 512, QUERY.half_pairing)
     else:
         q = _load_plain(base, offsets, mask)
-    scale = tl.full((BLOCK_H,), 0.0, tl.float32) + sm_scale * LOG2_E
+    scale = tl.full((BLOCK_H,), 0.0, tl.float32) + sm_scale * LOG2_E  # [BLOCK_H]
     if QUERY.has_norm:
         # The norm is that of the un-rotated query.
         raw = tl.load(base + offsets, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_H, 512]
         scale *= tl.rsqrt(tl.sum(raw * raw, 1) / 512.0 + eps)
-    tail = tl.zeros((BLOCK_H, 64), q.dtype)
+    tail = tl.zeros((BLOCK_H, 64), q.dtype)  # [BLOCK_H, 64]
     if QUERY.d_qk == 576:
-        tail_d = tl.arange(0, 64)
+        tail_d = tl.arange(0, 64)  # [64]
         tail_mask = (head < num_heads)[:, None] & (tail_d >= 0)[None, :]
         tail_rows = head.to(tl.int64)[:, None] * stride_q_head  # [BLOCK_H, 1]
         tail_offsets = tail_rows + (512 + tail_d)[None, :]
@@ -208,13 +208,13 @@ def attend_pool(
     State as in ``attend_block``. ``indices_ptr`` is the first entry of the row; entries at or past
     ``length`` are not read.
     """
-    lane = tl.arange(0, BLOCK_N)
+    lane = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     for block in range(first_block, last_block):
         column = block * BLOCK_N + lane  # [BLOCK_N]
         slot = tl.load(indices_ptr + column, mask=column < length, other=-1)
-        valid = (slot >= 0) & (slot < num_slots)
+        valid = (slot >= 0) & (slot < num_slots)  # [BLOCK_N]
         slot = tl.where(valid, slot, 0).to(tl.int64)
-        page = slot // cache.page_size
+        page = slot // cache.page_size  # [BLOCK_N], int64
         offset = slot - page * cache.page_size
         acc, running_max, running_sum = attend_block(
             query, acc, running_max, running_sum, cache, page, offset, valid, QUERY, POOL
@@ -241,18 +241,18 @@ def finish_rows(
         natural units, -inf for a row without keys.
     """
     empty = running_sum == 0.0  # [BLOCK_H]
-    divisor = tl.where(empty, 1.0, running_sum)
-    max_logits = running_max * LN_2
-    lse = tl.where(empty, -float("inf"), (running_max + tl.log2(divisor)) * LN_2)
-    factor = tl.where(empty, 0.0, 1.0 / divisor)
+    divisor = tl.where(empty, 1.0, running_sum)  # [BLOCK_H]
+    max_logits = running_max * LN_2  # [BLOCK_H]
+    lse = tl.where(empty, -float("inf"), (running_max + tl.log2(divisor)) * LN_2)  # [BLOCK_H]
+    factor = tl.where(empty, 0.0, 1.0 / divisor)  # [BLOCK_H]
     if END.has_sink:
         head = head_start + tl.arange(0, acc.shape[0])
-        sink = tl.load(sink_ptr + head, mask=head < num_heads, other=-float("inf"))
+        sink = tl.load(sink_ptr + head, mask=head < num_heads, other=-float("inf"))  # [BLOCK_H]
         # An empty row keeps the factor 0: sink - (-inf) would be +inf, -inf - (-inf) NaN.
-        shifted = tl.where(empty, 0.0, sink - lse)
+        shifted = tl.where(empty, 0.0, sink - lse)  # [BLOCK_H]
         factor = tl.where(sink == float("inf"), 0.0, factor / (1.0 + tl.exp(shifted)))
     # where, not a product with 0: an all-masked accumulator may hold NaN from an infinite value.
-    out = tl.where((factor == 0.0)[:, None], 0.0, acc * factor[:, None])
+    out = tl.where((factor == 0.0)[:, None], 0.0, acc * factor[:, None])  # [BLOCK_H, WIDTH]
     if END.rotates_back:  # noqa: SIM102 - decided while compiling, the other while running
         if first + acc.shape[1] == 512:
             rotated = rotate_back_last_64(out, angles, END.half_pairing)

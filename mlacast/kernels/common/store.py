@@ -102,8 +102,8 @@ def _find_swizzled_offset(row, column, column_tiles):
 def _store_scales(target, row, group, index, values, mask, OUTPUT: tl.constexpr):
     """Store one scale per (row, block): scale ``index`` of the group; of the token for NVFP4.
 
-    Packed bytes go four to a word. Where those of a group do not fill its last word, the last one
-    also zeroes the rest.
+    ``values`` are [ROWS, blocks]. Packed bytes go four to a word. Where those of a group do not
+    fill its last word, the last one also zeroes the rest.
     """
     SCALES: tl.constexpr = OUTPUT.features // OUTPUT.group
     sf_ptr = target.sf_ptr
@@ -157,15 +157,15 @@ def _encode_nvfp4(out, global_scale, NATIVE: tl.constexpr):
     """
     ROWS: tl.constexpr = out.shape[0]
     WIDTH: tl.constexpr = out.shape[1]
-    grouped = tl.reshape(out, (ROWS, WIDTH // 16, 16))
-    amax, has_nan = _find_largest(grouped, NATIVE)
-    wanted = tl.minimum(global_scale * tl.math.div_rn(amax, 6.0), 448.0)
+    grouped = tl.reshape(out, (ROWS, WIDTH // 16, 16))  # [ROWS, blocks, 16]
+    amax, has_nan = _find_largest(grouped, NATIVE)  # [ROWS, blocks]
+    wanted = tl.minimum(global_scale * tl.math.div_rn(amax, 6.0), 448.0)  # [ROWS, blocks]
     # The codes match the stored scale, so the multiplier comes from its decoded value.
     if NATIVE:
         sf = tl.where(has_nan, 0x7F, cast_to_fp8(wanted, False, NATIVE)).to(tl.uint8)
         counts = (sf != 0) & (has_nan == 0)
         decoded = cast_from_e4m3(tl.where(counts, sf, 0x38).to(tl.uint8), NATIVE)
-        multiplier = tl.math.div_rn(global_scale, decoded)
+        multiplier = tl.math.div_rn(global_scale, decoded)  # [ROWS, blocks]
         multiplier = tl.where(counts, multiplier, tl.where(has_nan, float("nan"), 0.0))
         kept = tl.where(counts, -0x80000000, 0)
         low, high = tl.split(tl.reshape(out, (ROWS, WIDTH // 16, 8, 2)))  # [ROWS, blocks, 8]
@@ -210,8 +210,8 @@ def _encode_fp8(grouped, KIND: tl.constexpr, AMAX_FLOOR: tl.constexpr, NATIVE: t
 
     The scales are float32, or exponents (int32) for packed bytes.
     """
-    amax, has_nan = _find_largest(grouped, NATIVE)
-    floored = tl.maximum(amax, AMAX_FLOOR)
+    amax, has_nan = _find_largest(grouped, NATIVE)  # [ROWS, blocks]
+    floored = tl.maximum(amax, AMAX_FLOOR)  # [ROWS, blocks]
     if KIND == FP8_FLOAT32:
         floored = tl.minimum(floored, 3.4028234663852886e38)
         scale = tl.math.div_rn(floored, 448.0)
@@ -219,7 +219,7 @@ def _encode_fp8(grouped, KIND: tl.constexpr, AMAX_FLOOR: tl.constexpr, NATIVE: t
         ratio = _divide(grouped, scale, NATIVE)
     else:
         # An infinite amax keeps its bits here and takes the largest exponent.
-        exponent = encode_ue8m0(tl.math.div_rn(floored, 448.0))
+        exponent = encode_ue8m0(tl.math.div_rn(floored, 448.0))  # [ROWS, blocks]
         exponent = tl.where(has_nan, 254, exponent)
         stored = exponent
         if KIND == FP8_FLOAT32_POW2:
@@ -293,7 +293,7 @@ def store_rows(
             data = _find_group(target, row, group)
             tl.store(data + position, pairs, mask=mask & columns)
         else:
-            grouped = tl.reshape(out, (ROWS, BLOCKS, GROUP))
+            grouped = tl.reshape(out, (ROWS, BLOCKS, GROUP))  # [ROWS, BLOCKS, GROUP]
             codes, scales = _encode_fp8(grouped, KIND, OUTPUT.amax_floor, NATIVE)
             tl.store(data + position, tl.reshape(codes, (ROWS, WIDTH)), mask=mask & columns)
         block = first // GROUP + tl.arange(0, BLOCKS)[None, :]  # [1, BLOCKS]
@@ -334,7 +334,7 @@ def store_output(
     ``padding_rows`` rows of scales after this one are zeroed: 0 except for the buffer's last token.
     ``target`` is a `Target`, OUTPUT its compile-time part.
     """
-    head = head_start + tl.arange(0, out.shape[0])[:, None]
+    head = head_start + tl.arange(0, out.shape[0])[:, None]  # [BLOCK_H, 1]
     in_range = head < num_heads
     padding = Padding(row + 1, padding_rows, 0, in_range)
     store_rows(out, head, row, in_range, first, target, padding, 512, OUTPUT, 0, 1, False)

@@ -43,6 +43,22 @@ class RopeConfig(NamedTuple):
     pinned: bool = False
 
 
+class RopePlan(NamedTuple):
+    """How ``rope_quantize_fp8`` is launched.
+
+    Attributes:
+        config: A program.
+        q_blocks: Programs for rows of queries.
+        k_blocks: Programs for rows of keys, and as many for rows of values if there are any.
+        num_programs: All of them.
+    """
+
+    config: RopeConfig
+    q_blocks: int
+    k_blocks: int
+    num_programs: int
+
+
 class PairsConfig(NamedTuple):
     """Columns that are rotated.
 
@@ -153,6 +169,20 @@ def rope_quantize_config(num_rows: int) -> RopeConfig:
     if num_rows <= _FEW_QUERY_ROWS:
         return RopeConfig(rows=4, num_warps=4, pinned=True)
     return RopeConfig(rows=8, num_warps=4)
+
+
+def rope_quantize_plan(
+    num_tokens: int,
+    q_heads: int,
+    kv_heads: int,
+    has_values: bool,
+    config: RopeConfig | None = None,
+) -> RopePlan:
+    """Plan a launch of ``rope_quantize_fp8``; ``config`` None takes the usual program."""
+    config = config or rope_quantize_config(num_tokens * q_heads)
+    q_blocks = -(-num_tokens * q_heads // config.rows)
+    k_blocks = -(-num_tokens * kv_heads // config.rows)
+    return RopePlan(config, q_blocks, k_blocks, q_blocks + k_blocks * (2 if has_values else 1))
 
 
 def _power_of_two(number: int) -> int:

@@ -1,8 +1,11 @@
-"""Tiles of ``merge_attention_states``."""
+"""Tiles of ``merge_attention_states``, and how many parts a launch takes."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+# Parts that one launch reads; more are merged in turn, by way of a float32 result.
+PARTS_AT_ONCE = 4
 
 
 class MergeConfig(NamedTuple):
@@ -27,8 +30,30 @@ class MergeConfig(NamedTuple):
     num_warps: int
 
 
+class MergePlan(NamedTuple):
+    """How a merge is launched.
+
+    Attributes:
+        config: What is merged, and a program's tile.
+        num_blocks: Rows of a tile that a token takes.
+        num_programs: Programs of the launch.
+    """
+
+    config: MergeConfig
+    num_blocks: int
+    num_programs: int
+
+
 def merge_config(parts: int, num_heads: int, width: int) -> MergeConfig:
     """Describe the merge of ``parts`` parts of heads ``width`` wide."""
     features = num_heads * width
     ragged = features if features % 128 else 0
     return MergeConfig(parts, width, ragged, block_t=8, block_b=8, width=128, num_warps=8)
+
+
+def merge_plan(parts: int, num_tokens: int, num_heads: int, width: int) -> MergePlan:
+    """Plan a launch that merges ``parts`` parts of heads ``width`` wide."""
+    config = merge_config(parts, num_heads, width)
+    blocks = -(-num_heads * width // config.width)
+    programs = -(-num_tokens // config.block_t) * -(-blocks // config.block_b)
+    return MergePlan(config, blocks, programs)

@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 import torch
 
+# Rows (token, head) up to which the merge of splits has few warps on a multiprocessor.
+_FEW_ROWS = 1024
+
 
 class TileConfig(NamedTuple):
     """Heads and keys of a program's tile, and how Triton schedules it."""
@@ -59,6 +62,48 @@ class RingConfig(NamedTuple):
     dequant_registers: int
 
 
+class CombineConfig(NamedTuple):
+    """A program of the portable merge of splits.
+
+    Attributes:
+        block_h: Heads of one token.
+        width: Dimensions of theirs, of 512; only the last 64 are rotated.
+        num_warps: Its warps.
+    """
+
+    block_h: int
+    width: int
+    num_warps: int
+
+
+class MergeProgram(NamedTuple):
+    """A program of the Hopper merge of splits.
+
+    Attributes:
+        heads: Heads of one token.
+        warps: Two for one head to one for four.
+        ahead: Splits whose partials are on their way at a time.
+    """
+
+    heads: int
+    warps: int
+    ahead: int
+
+
+class MergePlan(NamedTuple):
+    """How the Hopper merge of splits is launched.
+
+    Attributes:
+        program: What a program takes on.
+        full_tiles: Whether the last program of a token has all of its heads.
+        grid: Tokens, and programs of a token.
+    """
+
+    program: MergeProgram
+    full_tiles: bool
+    grid: tuple[int, int]
+
+
 def work_config(num_heads: int, num_splits: int) -> WorkConfig:
     """Cut ``num_heads`` heads and the keys of a row."""
     return WorkConfig(-(-num_heads // 64), num_heads % 64 == 0, num_splits > 1)
@@ -72,6 +117,31 @@ def prefill_work(num_tokens: int, num_heads: int, multiprocessors: int) -> Prefi
     head_blocks = -(-num_heads // 64)
     fits_twice = 2 * num_tokens * head_blocks <= multiprocessors
     return PrefillWork(head_blocks, num_heads % 64 == 0, 2 if fits_twice else 1)
+
+
+class PrefillPlan(NamedTuple):
+    """How a Hopper prefill is launched.
+
+    Attributes:
+        work: How the kernel cuts the call.
+        num_programs: Programs that take tiles in turn.
+    """
+
+    work: PrefillWork | WorkConfig
+    num_programs: int
+
+
+def prefill_plan(num_tokens: int, num_heads: int, multiprocessors: int) -> PrefillPlan:
+    """Plan a Hopper prefill of 512 dimensions."""
+    work = prefill_work(num_tokens, num_heads, multiprocessors)
+    tiles = num_tokens * work.head_blocks * work.parts
+    return PrefillPlan(work, min(tiles, multiprocessors))
+
+
+def prefill_576_plan(num_tokens: int, num_heads: int, multiprocessors: int) -> PrefillPlan:
+    """Plan a Hopper prefill of 576 dimensions."""
+    work = work_config(num_heads, num_splits=1)
+    return PrefillPlan(work, min(num_tokens * work.head_blocks, multiprocessors))
 
 
 def ring_config(d_qk: int, has_codes: bool) -> RingConfig:
@@ -170,7 +240,7 @@ class HopperDecodePlan(NamedTuple):
 
 
 class PortableDecodePlan(NamedTuple):
-    """How the portable decode is launched.
+    """How a portable decode, sparse or dense, is launched.
 
     Attributes:
         tiles: Tile of a program.
@@ -212,6 +282,30 @@ def portable_decode_plan(
     # No more splits than blocks; but two stay two, so that a narrower list runs the same variant.
     splits = min(splits, max(-(-width // tiles.block_n), 2))
     return PortableDecodePlan(tiles, splits, s_q * -(-h_q // tiles.block_h))
+
+
+def combine_config(num_tokens: int, num_heads: int) -> CombineConfig:
+    """Pick a program of the portable merge.
+
+    Few rows need every multiprocessor; many are cheaper in larger programs.
+    """
+    block_h = 1 if num_tokens * num_heads <= _FEW_ROWS else 4
+    return CombineConfig(block_h, width=128, num_warps=1)
+
+
+FEW = MergeProgram(heads=1, warps=2, ahead=8)
+MANY = MergeProgram(heads=8, warps=4, ahead=2)
+
+
+def merge_plan(num_tokens: int, num_heads: int) -> MergePlan:
+    """Plan the Hopper merge; not by the number of splits, which varies with the contexts' length.
+
+    Few rows wait for memory, so their programs have many splits on their way.
+    """
+    is_few = num_tokens * num_heads <= _FEW_ROWS or num_heads < MANY.heads
+    program = FEW if is_few else MANY
+    grid = (num_tokens, -(-num_heads // program.heads))
+    return MergePlan(program, num_heads % program.heads == 0, grid)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ import triton.language as tl
 from mlacast.descriptors.kv_format import KvFormat
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.kernels.common.attention_arguments import (
+    cache_operand,
     query_operand,
     rope_arguments,
     split_scales,
@@ -35,7 +36,7 @@ from mlacast.kernels.common.sparse_attention import (
 from mlacast.kernels.common.store import Target
 from mlacast.kernels.common.targets import store_target
 from mlacast.kernels.config.attention import end_config, pool_config, query_config
-from mlacast.kernels.config.sparse_attention import choose_num_splits, tile_config
+from mlacast.kernels.config.sparse_attention import portable_decode_plan
 
 # Counts and strides that vary while serving must not pick another variant of the kernel.
 _VARYING = [
@@ -142,16 +143,16 @@ def _dense_mla_decode_kernel(
     acc = tl.zeros((BLOCK_H, 512), tl.float32)
     running_max = tl.full((BLOCK_H,), -float("inf"), tl.float32)
     running_sum = tl.zeros((BLOCK_H,), tl.float32)
-    lane = tl.arange(0, BLOCK_N)
+    lane = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     table = page_table_ptr + request * stride_table
     cache = Cache(cache_ptr, stride_page, stride_slot, page_size)
     for block in range(first, last):
         position = block * BLOCK_N + lane  # [BLOCK_N]
         entry = position // page_size
-        page = tl.load(table + entry, mask=position < length, other=-1)
-        valid = (page >= 0) & (page < num_pages)
+        page = tl.load(table + entry, mask=position < length, other=-1)  # [BLOCK_N]
+        valid = (page >= 0) & (page < num_pages)  # [BLOCK_N]
         page = tl.where(valid, page, 0).to(tl.int64)
-        offset = (position - entry * page_size).to(tl.int64)
+        offset = (position - entry * page_size).to(tl.int64)  # [BLOCK_N], int64
         acc, running_max, running_sum = attend_block(
             query, acc, running_max, running_sum, cache, page, offset, valid, QUERY, POOL
         )
@@ -207,16 +208,14 @@ def launch_dense_mla_decode(
     num_tokens = batch * per_request
     target = store_target(out)
     launches = Launches(q.device, target)
-    tiles = tile_config(num_heads)
-    programs = num_tokens * triton.cdiv(num_heads, tiles.block_h)
     width = page_table.shape[1] * k_cache.shape[1]
-    splits = num_splits or choose_num_splits(programs, width, tiles.block_n, q.device, False)
+    plan = portable_decode_plan(num_tokens, num_heads, width, q.device, num_splits, False)
+    tiles, splits, programs = plan
     partials = split_places(splits, num_tokens * num_heads, lse, None, launches)
     # Sink, then a table and positions that nothing reads.
     rope_places = rope_arguments(attn_sink, None, lse, seq_lens)
     end = end_config(d_qk, attn_sink)
-    is_rows = kv_format.name == "BF16"
-    cache = k_cache if is_rows else launches.inside(k_cache, k_cache.view(torch.uint8))
+    cache = launches.inside(k_cache, cache_operand(k_cache, kv_format))
     scales, scale_config = split_scales(sm_scale, v_scale, lse)
     launches.launch(
         _dense_mla_decode_kernel,

@@ -13,14 +13,8 @@ from mlacast.kernels.common.fp8_casts import has_fp8_casts
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.store import Padding, Target, packs_products, store_rows
 from mlacast.kernels.common.targets import store_target
-from mlacast.kernels.config.dense_prefill import (
-    heads_at_a_time,
-    max_tiles,
-    prefill_config,
-    shared_memory_of,
-)
+from mlacast.kernels.config.dense_prefill import prefill_plan, shared_memory_of
 
-_LOG2_E = 1.4426950408889634
 LN_2 = tl.constexpr(0.6931471805599453)
 # Sequences whose bounds are read at a time.
 _SEQUENCES = tl.constexpr(128)
@@ -63,14 +57,14 @@ def _find_tile(cu_ptr, num_sequences, num_tokens, tile, BLOCK_M: tl.constexpr):
     """
     sequence, start, stop, number, before = -2, 0, 0, 0, 0
     for first in range(-1, num_sequences + 1, _SEQUENCES):
-        at = first + tl.arange(0, _SEQUENCES)
+        at = first + tl.arange(0, _SEQUENCES)  # [_SEQUENCES]
         starts = _load_bound(cu_ptr, at, num_sequences, num_tokens)
         stops = _load_bound(cu_ptr, at + 1, num_sequences, num_tokens)
         count = tl.where(
             at <= num_sequences, (tl.maximum(stops - starts, 0) + BLOCK_M - 1) // BLOCK_M, 0
         )
-        ends = before + tl.cumsum(count, 0)
-        is_here = (ends > tile) & (ends - count <= tile)
+        ends = before + tl.cumsum(count, 0)  # [_SEQUENCES]
+        is_here = (ends > tile) & (ends - count <= tile)  # [_SEQUENCES]
         sequence = tl.maximum(sequence, tl.max(tl.where(is_here, at, -2), 0))
         start += tl.sum(tl.where(is_here, starts, 0), 0)
         stop += tl.sum(tl.where(is_here, stops, 0), 0)
@@ -139,12 +133,12 @@ def _find_visible(row, first_row, length, keys, TILES: tl.constexpr, CAUSAL: tl.
 @triton.jit
 def _load_query(q_ptr, stride_token, stride_head, token, head, in_range, sign):
     """The `Query` of ``token`` [BLOCK_M], times ``sign``; zeros where not ``in_range``."""
-    d = tl.arange(0, 128)
-    tail = 128 + tl.arange(0, 64)
-    rows = q_ptr + (token * stride_token + head.to(tl.int64) * stride_head)[:, None]
-    q = tl.load(rows + d[None, :], mask=in_range[:, None], other=0.0)
+    d = tl.arange(0, 128)  # [128]
+    tail = 128 + tl.arange(0, 64)  # [64]
+    rows = q_ptr + (token * stride_token + head.to(tl.int64) * stride_head)[:, None]  # [BLOCK_M, 1]
+    q = tl.load(rows + d[None, :], mask=in_range[:, None], other=0.0)  # [BLOCK_M, 128]
     q = (q.to(tl.float32) * sign).to(q.dtype)
-    q_tail = tl.load(rows + tail[None, :], mask=in_range[:, None], other=0.0)
+    q_tail = tl.load(rows + tail[None, :], mask=in_range[:, None], other=0.0)  # [BLOCK_M, 64]
     q_tail = (q_tail.to(tl.float32) * sign).to(q_tail.dtype)
     return Query(q, q_tail)
 
@@ -170,11 +164,11 @@ def _attend(
     BLOCK_N: tl.constexpr = TILES.block_n
     acc, running_max, running_sum = state
     k, v, stride_k_token, stride_v_token, num_keys, last_key = keys_of_rows
-    lane = tl.arange(0, BLOCK_N)
+    lane = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     d = tl.arange(0, 128)
     tail = 128 + tl.arange(0, 64)
-    k_rows = k + (first_key + lane).to(tl.int64)[:, None] * stride_k_token
-    v_rows = v + (first_key + lane).to(tl.int64)[:, None] * stride_v_token
+    k_rows = k + (first_key + lane).to(tl.int64)[:, None] * stride_k_token  # [BLOCK_N, 1]
+    v_rows = v + (first_key + lane).to(tl.int64)[:, None] * stride_v_token  # [BLOCK_N, 1]
     k_step = stride_k_token.to(tl.int64) * BLOCK_N
     v_step = stride_v_token.to(tl.int64) * BLOCK_N
     scale = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32) + score_scale
@@ -194,12 +188,12 @@ def _attend(
         if IS_MASKED:
             key = first + lane[None, :]
             scores = tl.where((key <= last_key[:, None]) & (key < num_keys), scores, -float("inf"))
-        new_max = tl.maximum(running_max, tl.max(scores, 1) * score_scale)
+        new_max = tl.maximum(running_max, tl.max(scores, 1) * score_scale)  # [BLOCK_M]
         # -inf - -inf is NaN: shift by 0 while no key has been seen.
         shift = tl.where(new_max == -float("inf"), 0.0, new_max)  # [BLOCK_M]
-        alpha = tl.exp2(running_max - shift)
+        alpha = tl.exp2(running_max - shift)  # [BLOCK_M]
         negated = tl.broadcast_to(-shift[:, None], (BLOCK_M, BLOCK_N))
-        weights = tl.exp2(tl.fma(scores, scale, negated))
+        weights = tl.exp2(tl.fma(scores, scale, negated))  # [BLOCK_M, BLOCK_N]
         running_sum = running_sum * alpha + tl.sum(weights, 1)
         running_max = new_max
         weights = weights.to(values.dtype)
@@ -268,8 +262,8 @@ def _dense_mla_prefill_kernel(
     length = stop - start
     first_row = number * BLOCK_M
     row = first_row + tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    in_range = row < length
-    token = (start + row).to(tl.int64)
+    in_range = row < length  # [BLOCK_M]
+    token = (start + row).to(tl.int64)  # [BLOCK_M]
     key_start, keys = _find_keys(cu_k_ptr, sequence, num_sequences, num_keys)
     last_key, whole, end = _find_visible(row, first_row, length, keys, TILES, CAUSAL)
     query = _load_query(q_ptr, stride_q_token, stride_q_head, token, head, in_range, query_sign)
@@ -277,7 +271,7 @@ def _dense_mla_prefill_kernel(
     k = k_ptr + (key_start.to(tl.int64) * stride_k_token + key_head * stride_k_head)
     v = v_ptr + (key_start.to(tl.int64) * stride_v_token + key_head * stride_v_head)
     keys_of_rows = Keys(k, v, stride_k_token, stride_v_token, keys, last_key)
-    acc = tl.zeros((BLOCK_M, 128), tl.float32)
+    acc = tl.zeros((BLOCK_M, 128), tl.float32)  # [BLOCK_M, 128]
     running_max = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     state = (acc, running_max, tl.zeros((BLOCK_M,), tl.float32))
     state = _attend(query, state, keys_of_rows, 0, whole, score_scale, False, TILES)
@@ -285,12 +279,12 @@ def _dense_mla_prefill_kernel(
     acc, running_max, running_sum = state
     is_empty = running_sum == 0.0  # [BLOCK_M]
     divisor = tl.where(is_empty, 1.0, running_sum)
-    lse = tl.where(is_empty, -float("inf"), (running_max + tl.log2(divisor)) * LN_2)
+    lse = tl.where(is_empty, -float("inf"), (running_max + tl.log2(divisor)) * LN_2)  # [BLOCK_M]
     tl.store(lse_ptr + head.to(tl.int64) * num_tokens + token, lse, mask=in_range)
     # where, not a product with 0: hidden values that are infinite leave NaN in an empty row.
-    out = tl.where(is_empty[:, None], 0.0, acc * (1.0 / divisor)[:, None])
+    out = tl.where(is_empty[:, None], 0.0, acc * (1.0 / divisor)[:, None])  # [BLOCK_M, 128]
     holds_last = tl.minimum(start + first_row + BLOCK_M, stop) == num_tokens
-    lane = tl.arange(0, BLOCK_M)[:, None]
+    lane = tl.arange(0, BLOCK_M)[:, None]  # [BLOCK_M, 1]
     token = token[:, None]
     target = Target(
         data_ptr,
@@ -337,15 +331,22 @@ def launch_dense_mla_prefill(
 ) -> Launches:
     """Fill ``out`` and ``lse``; arguments as in ``mlacast.dense_mla_prefill``."""
     num_tokens, num_heads, _ = q.shape
-    kv_heads = k.shape[1]
     num_sequences = cu_seqlens_q.shape[0] - 1
     target = store_target(out)
-    config = prefill_config(max_seqlen_q, shared_memory_of(q.device))
-    tiles = max_tiles(num_tokens, num_sequences, config.block_m)
+    plan = prefill_plan(
+        num_tokens,
+        num_sequences,
+        num_heads,
+        k.shape[1],
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        shared_memory_of(q.device),
+    )
     launches = Launches(q.device, target)
     launches.launch(
         _dense_mla_prefill_kernel,
-        (tiles * num_heads,),
+        (plan.num_programs,),
         q,
         q.stride(0),
         q.stride(1),
@@ -363,18 +364,18 @@ def launch_dense_mla_prefill(
         *target.tensors.values(),
         *target.numbers.values(),
         num_tokens,
-        tiles,
+        plan.tiles,
         num_heads,
-        num_heads // kv_heads,
-        heads_at_a_time(num_heads, kv_heads, max_seqlen_k),
-        float((softmax_scale > 0) - (softmax_scale < 0)),
-        (abs(softmax_scale) or 1.0) * _LOG2_E,
+        plan.heads_per_key_head,
+        plan.heads_at_a_time,
+        plan.query_sign,
+        plan.score_scale,
         CAUSAL=causal,
-        TILES=config,
+        TILES=plan.config,
         NATIVE=has_fp8_casts(q.device),
         OUTPUT=target.config,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        num_warps=plan.config.num_warps,
+        num_stages=plan.config.num_stages,
         enable_fp_fusion=False,
     )
     return launches

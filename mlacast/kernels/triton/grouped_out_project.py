@@ -7,8 +7,6 @@ the scales multiply its float32 sums; elsewhere codes become numbers first.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -28,13 +26,7 @@ from mlacast.kernels.common.project_operands import (
 )
 from mlacast.kernels.common.store import FP8_TENSOR, NVFP4
 from mlacast.kernels.common.targets import store_target
-from mlacast.kernels.config.output import OutputConfig
-
-# Compile-time kinds of weights, as in ``project_operands``.
-_PLAIN, _BLOCKS_128, _GROUPS_32 = 0, 1, 2
-_FP8_UE8M0, _NVFP4 = 4, 5
-# Up to so many tokens a program holds them all.
-_FEW_TOKENS = 64
+from mlacast.kernels.config.grouped_out_project import Variant, plan_product
 
 # Counts and strides that vary while serving must not pick another variant of the kernel.
 _VARYING = [
@@ -82,7 +74,6 @@ def _project_kernel(
     TILES: tl.constexpr,
     SOURCE: tl.constexpr,
     PRODUCT: tl.constexpr,
-    COMPUTE: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     """BLOCK_M tokens by BLOCK_N columns of one group, or of the sum over SUMMED_GROUPS groups.
@@ -94,15 +85,16 @@ def _project_kernel(
     BLOCK_M: tl.constexpr = TILES.block_m
     BLOCK_N: tl.constexpr = TILES.block_n
     BLOCK_K: tl.constexpr = TILES.block_k
+    COMPUTE: tl.constexpr = tl.float32 if PRODUCT.in_float32 else tl.bfloat16
     column_blocks = tl.cdiv(num_columns, BLOCK_N)
     first_token = (tl.program_id(0) // column_blocks) * BLOCK_M
     first_column = (tl.program_id(0) % column_blocks) * BLOCK_N
     token = first_token + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     column = first_column + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-    row = tl.minimum(token, num_tokens - 1).to(tl.int64)
-    weight_row = tl.minimum(column, num_columns - 1).to(tl.int64)
-    data_rows = data_ptr + (row * stride_data_token)[:, None]
-    weight_rows = weight_ptr + (weight_row * stride_weight_column)[:, None]
+    row = tl.minimum(token, num_tokens - 1).to(tl.int64)  # [BLOCK_M]
+    weight_row = tl.minimum(column, num_columns - 1).to(tl.int64)  # [BLOCK_N]
+    data_rows = data_ptr + (row * stride_data_token)[:, None]  # [BLOCK_M, 1]
+    weight_rows = weight_ptr + (weight_row * stride_weight_column)[:, None]  # [BLOCK_N, 1]
     if PRODUCT.weight_kind == BLOCKS_128:
         # A block of columns lies in one block of scales.
         tl.static_assert(128 % BLOCK_N == 0)
@@ -124,7 +116,7 @@ def _project_kernel(
     )
     F: tl.constexpr = SOURCE.features
     STEPS: tl.constexpr = (F + BLOCK_K - 1) // BLOCK_K
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # [BLOCK_M, BLOCK_N]
     # Factors are a step ahead: unlike operands, they are not prefetched by the compiler.
     x_next, w_next = load_factors(
         activations, weights, tl.program_id(1).to(tl.int64), 0, SOURCE, PRODUCT
@@ -153,106 +145,8 @@ def _project_kernel(
         acc = tl.math.div_rn(acc, tl.load(scale_ptr))
     out = out_ptr + tl.program_id(1).to(tl.int64) * stride_out_group
     out += (token.to(tl.int64) * stride_out_token)[:, None] + column[None, :]
-    mask = (token < num_tokens)[:, None] & (column < num_columns)[None, :]
+    mask = (token < num_tokens)[:, None] & (column < num_columns)[None, :]  # [BLOCK_M, BLOCK_N]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-class ProductConfig(NamedTuple):
-    """What is multiplied where.
-
-    Attributes:
-        weight_kind: Kind of weights, as in ``project_operands``.
-        multiplies_codes: Whether the matrix unit multiplies codes; else numbers.
-        x_operand: Whether scales of activations are in their operand.
-        x_factor: Whether they multiply products.
-        w_operand: Whether scales of weights are in their operand.
-        w_factor: Whether they multiply products.
-    """
-
-    weight_kind: int
-    multiplies_codes: bool
-    x_operand: bool
-    x_factor: bool
-    w_operand: bool
-    w_factor: bool
-
-
-class Variant(NamedTuple):
-    """A tile, and how it is multiplied.
-
-    Attributes:
-        block_m: Tokens.
-        block_n: Columns.
-        block_k: Features of a step; cut to the groups of scales that multiply the product.
-        fp8_product: Whether the matrix unit may multiply codes.
-        num_warps: Warps of a program.
-        num_stages: Steps in flight.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    fp8_product: bool = True
-    num_warps: int = 4
-    num_stages: int = 4
-
-
-def choose_variant(num_tokens: int, fp8_product: bool) -> Variant:
-    """Tile for a number of tokens."""
-    block_k = 128 if fp8_product else 64
-    if num_tokens <= _FEW_TOKENS:
-        return Variant(64, 64, block_k, fp8_product, num_stages=5)
-    return Variant(128, 128, block_k, fp8_product, num_warps=8)
-
-
-def _can_multiply_codes(kind: int, weight_kind: int) -> bool:
-    """Whether scales, if any, are of whole blocks of the product."""
-    return kind in (1, 2, 3, 4) and weight_kind == _BLOCKS_128
-
-
-def _fit(
-    variant: Variant, kind: int, group: int, weight_kind: int
-) -> tuple[Variant, ProductConfig]:
-    """Cut the steps to what the scales allow, and say what multiplies where."""
-    # Codes with scales, which are none for one scale per tensor.
-    has_groups = kind in (2, 3, 4)
-    fp8_product = variant.fp8_product and _can_multiply_codes(kind, weight_kind)
-    x_operand = kind == _FP8_UE8M0 and group == 32 and not fp8_product
-    x_factor = has_groups and not x_operand
-    block_k = variant.block_k
-    if kind == _NVFP4:
-        block_k = 64
-    if x_factor:
-        block_k = min(block_k, group)
-    product = ProductConfig(
-        weight_kind,
-        multiplies_codes=fp8_product,
-        x_operand=x_operand,
-        x_factor=x_factor,
-        w_operand=weight_kind == _GROUPS_32,
-        w_factor=weight_kind == _BLOCKS_128,
-    )
-    return variant._replace(block_k=block_k), product
-
-
-def plan_product(
-    source: OutputConfig,
-    weight_sf: torch.dtype | None,
-    native: bool,
-    num_tokens: int,
-    variant: Variant | None,
-) -> tuple[Variant, ProductConfig]:
-    """Tile and product for a buffer and weights with scales of this type, or none.
-
-    ``native`` says whether the matrix unit knows e4m3; ``variant`` is None or a tile to be cut.
-    """
-    weight_kind = _PLAIN
-    if weight_sf is not None:
-        weight_kind = _BLOCKS_128 if weight_sf == torch.float32 else _GROUPS_32
-    fp8_product = native and _can_multiply_codes(source.kind, weight_kind)
-    variant = variant or choose_variant(num_tokens, fp8_product)
-    variant = variant._replace(fp8_product=variant.fp8_product and fp8_product)
-    return _fit(variant, source.kind, source.group, weight_kind)
 
 
 def _launch(
@@ -271,14 +165,13 @@ def _launch(
     native = has_fp8_casts(device)
     target = store_target(out)
     source = target.config
-    sf_type = None if weight_sf is None else weight_sf[0].dtype
-    variant, product = plan_product(source, sf_type, native, tokens, variant)
+    given_sf = None if weight_sf is None else weight_sf[0]
+    variant, product = plan_product(source, weight[0], given_sf, native, tokens, variant)
     launches = Launches(device, target)
     codes = weight[1] if weight_sf is None else weight[1].view(torch.uint8)
     codes = launches.inside(weight[0], codes)
     scales = codes if weight_sf is None else launches.inside(*weight_sf)
     into = launches.inside(*projected)
-    wide = weight[0].dtype in (torch.float32, torch.float16) or device.type == "cpu"
     numbers = target.numbers
     launches.launch(
         _project_kernel,
@@ -304,7 +197,6 @@ def _launch(
         TILES=variant,
         SOURCE=source,
         PRODUCT=product,
-        COMPUTE=tl.float32 if wide else tl.bfloat16,
         NATIVE=native,
         num_warps=variant.num_warps,
         num_stages=variant.num_stages,

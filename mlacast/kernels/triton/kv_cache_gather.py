@@ -80,12 +80,12 @@ def _kv_cache_gather_kernel(
     """Read as many slots as the program has rows. Grid: (ceil(num_rows / rows),)."""
     ROWS: tl.constexpr = PROGRAM.rows
     D_QK: tl.constexpr = RECORD.d_qk
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    exists = row < num_rows
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    exists = row < num_rows  # [ROWS]
     row = row.to(tl.int64)
     wait_for_previous_kernel(PDL)
-    slot = tl.load(slots_ptr + row * stride_slots, mask=exists, other=-1).to(tl.int64)
-    valid = exists & (slot >= 0) & (slot < num_slots)
+    slot = tl.load(slots_ptr + row * stride_slots, mask=exists, other=-1).to(tl.int64)  # [ROWS]
+    valid = exists & (slot >= 0) & (slot < num_slots)  # [ROWS]
     data, scale = find_record_places(
         slot, valid, page_size, page_inverse, page_shift, stride_page, RECORD
     )
@@ -117,11 +117,11 @@ def _kv_cache_gather_kernel(
         tail = _load(cache_ptr, data + 512, 64, valid, 64)  # [ROWS, 64]
         if RECORD.name == "fp8":
             tail = cast_to_bf16_bits(cast_from_e4m3(tail, NATIVE), NATIVE)
-    d = tl.arange(0, 512)
-    out = out_ptr + row[:, None] * D_QK
+    d = tl.arange(0, 512)  # [512]
+    out = out_ptr + row[:, None] * D_QK  # [ROWS, 1]
     tl.store(out + d[None, :], bits, mask=exists[:, None] & (d < MAIN)[None, :])
     if RECORD.keeps_tail or D_QK == 576:
-        t = tl.arange(0, 64)
+        t = tl.arange(0, 64)  # [64]
         tl.store(out + (D_QK - 64 + t)[None, :], tail, mask=exists[:, None] & (t >= 0)[None, :])
 
 

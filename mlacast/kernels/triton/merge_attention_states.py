@@ -16,11 +16,8 @@ from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.packed_bf16 import widen
 from mlacast.kernels.common.store import NVFP4, Padding, Target, store_rows
 from mlacast.kernels.common.targets import StoreTarget, store_target
-from mlacast.kernels.config.merge_attention_states import merge_config
+from mlacast.kernels.config.merge_attention_states import PARTS_AT_ONCE, merge_plan
 from mlacast.kernels.config.output import OutputConfig
-
-# Parts that one launch reads; more are merged in turn, by way of a float32 result.
-_PARTS = 4
 
 # Counts and strides that vary while serving must not pick another variant of the kernel.
 _VARYING = [
@@ -80,15 +77,16 @@ def _find_places(token, block, in_range, MERGE: tl.constexpr, BY_16: tl.constexp
     D: tl.constexpr = MERGE.d
     FEATURES: tl.constexpr = MERGE.features
     WIDTH: tl.constexpr = MERGE.width
-    element = tl.arange(0, WIDTH)[None, :]
+    element = tl.arange(0, WIDTH)[None, :]  # [1, WIDTH]
     if D % WIDTH == 0:
-        head = block // (D // WIDTH)
-        dim = (block % (D // WIDTH)) * WIDTH
+        head = block // (D // WIDTH)  # [ROWS, 1]
+        dim = (block % (D // WIDTH)) * WIDTH  # [ROWS, 1]
         if not BY_16:
-            dim += element
-        mask = in_range
-        is_first = in_range & (block % (D // WIDTH) == 0)
+            dim += element  # [ROWS, WIDTH]
+        mask = in_range  # [ROWS, 1]
+        is_first = in_range & (block % (D // WIDTH) == 0)  # [ROWS, 1]
     else:
+        # All of them [ROWS, WIDTH]: a row has elements of more heads than one.
         feature = block * WIDTH + element
         head = feature // D
         dim = feature % D
@@ -99,7 +97,7 @@ def _find_places(token, block, in_range, MERGE: tl.constexpr, BY_16: tl.constexp
 
 @triton.jit
 def _load_lse(part, places):
-    """Sum of a part for each row; every marker of an empty part becomes -inf."""
+    """Sums of a part at `Places`, of their shape; every marker of an empty part becomes -inf."""
     offsets = places.token * part.stride_token_lse + places.head.to(tl.int64) * part.stride_head_lse
     lse = tl.load(part.lse_ptr + offsets, mask=places.mask, other=-float("inf"))
     return tl.where(lse == float("inf"), -float("inf"), lse)
@@ -113,6 +111,7 @@ def _load_out(part, places, lse, BY_16: tl.constexpr, WIDTH: tl.constexpr, NATIV
     eight, so that the 16 elements of a scale lie in one thread. Else elements have a ``dim`` each.
     """
     ptr, token, head = part.out_ptr, places.token, places.head
+    # [ROWS, 1] with BY_16, else [ROWS, WIDTH], and so is what is live.
     offsets = token * part.stride_token_out + head.to(tl.int64) * part.stride_head_out + places.dim
     live = places.mask & (lse != -float("inf"))
     if BY_16:
@@ -120,8 +119,9 @@ def _load_out(part, places, lse, BY_16: tl.constexpr, WIDTH: tl.constexpr, NATIV
         element = tl.arange(0, WIDTH // 16)[:, None, None] * 16 + tl.arange(0, 8)[None, None, :]
         pieces = tl.expand_dims(ptr + offsets, 0) + element  # [WIDTH / 16, ROWS, 8]
         live = tl.expand_dims(live, 0)
-        low = tl.load(pieces, mask=live, other=0.0)
+        low = tl.load(pieces, mask=live, other=0.0)  # [WIDTH / 16, ROWS, 8]
         both = tl.join(low, tl.load(pieces + 8, mask=live, other=0.0))  # [.., 8, 2]
+        # [ROWS, WIDTH / 16, 2, 8], then [ROWS, WIDTH].
         loaded = tl.reshape(tl.permute(both, (1, 0, 3, 2)), (offsets.shape[0], WIDTH))
     else:
         loaded = tl.load(ptr + offsets, mask=live, other=0.0)
@@ -135,7 +135,8 @@ def _load_out(part, places, lse, BY_16: tl.constexpr, WIDTH: tl.constexpr, NATIV
 def _share_weight(weight, lse, inverse, is_empty):
     """Weight of a part among all. That of an empty one is -0.0, so that it adds -0.0: nothing.
 
-    A lone live part so keeps the sign of its zeros. Rows of empty parts only are 0.0.
+    Arguments and result have the shape of the sums, [ROWS, 1] or [ROWS, WIDTH]. A lone live part so
+    keeps the sign of its zeros. Rows of empty parts only are 0.0.
     """
     return weight * tl.where((lse == -float("inf")) & (is_empty == 0), -1.0, inverse)
 
@@ -152,6 +153,7 @@ def _merge_parts(
 ):
     """Store the lse of all parts at ``sums``, and return their output [ROWS, WIDTH] in float32.
 
+    Sums, maxima and weights are [ROWS, 1] where a row has one head, else [ROWS, WIDTH].
     ``parts`` are four `Part`, of which PARTS are looked at; ``sums`` is the pointer to the lse
     with its strides of tokens and heads.
     """
@@ -175,7 +177,7 @@ def _merge_parts(
 
     # A lone live part has the weight 1 and comes back as it is.
     inverse = tl.math.div_rn(1.0, tl.where(is_empty, 1.0, total))
-    x = _load_out(parts[0], places, lses[0], BY_16, WIDTH, NATIVE)
+    x = _load_out(parts[0], places, lses[0], BY_16, WIDTH, NATIVE)  # [ROWS, WIDTH]
     out = x * _share_weight(weights[0], lses[0], inverse, is_empty)
     for number in tl.static_range(1, PARTS):
         x = _load_out(parts[number], places, lses[number], BY_16, WIDTH, NATIVE)
@@ -247,11 +249,11 @@ def _merge_attention_states_kernel(
     wait_for_previous_kernel(PDL)
     columns = tl.cdiv(num_blocks, BLOCK_B)
     first_token = (tl.program_id(0) // columns) * BLOCK_T
-    lane = tl.arange(0, ROWS)[:, None]
+    lane = tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     token = first_token + lane // BLOCK_B  # [ROWS, 1]
     block = (tl.program_id(0) % columns) * BLOCK_B + lane % BLOCK_B  # [ROWS, 1]
-    has_block = block < num_blocks
-    in_range = has_block & (token < num_tokens)
+    has_block = block < num_blocks  # [ROWS, 1]
+    in_range = has_block & (token < num_tokens)  # [ROWS, 1]
     token = token.to(tl.int64)
     places = _find_places(token, block, in_range, MERGE, BY_16)
     parts = (
@@ -289,7 +291,7 @@ def _merge_attention_states_kernel(
         ),
     )
     sums = (lse_ptr, stride_token_lse, stride_head_lse)
-    out = _merge_parts(parts, places, sums, MERGE.parts, WIDTH, BY_16, NATIVE)
+    out = _merge_parts(parts, places, sums, MERGE.parts, WIDTH, BY_16, NATIVE)  # [ROWS, WIDTH]
     target = Target(
         data_ptr,
         sf_ptr,
@@ -349,15 +351,15 @@ def launch_merge_attention_states(
     launches = Launches(lse.device, final)
     is_token_major = lse_layout == "th"
     parts = [_part(*part, is_token_major) for part in zip(outs, lses, strict=True)]
-    while len(parts) > _PARTS:
+    while len(parts) > PARTS_AT_ONCE:
         # What the first of them give is a part like the others. Two results in turn, because a
         # program reads sums that another one writes.
         scratch = launches.scratch(num_tokens * (features + num_heads))
         sums = launches.inside(scratch, scratch[num_tokens * features :])
         merged = [scratch, features, width, sums, num_heads, 1]
         target = _float32_target(scratch, features)
-        _launch(launches, parts[:_PARTS], merged[3:], target, num_tokens, num_heads, width)
-        parts = [merged, *parts[_PARTS:]]
+        _launch(launches, parts[:PARTS_AT_ONCE], merged[3:], target, num_tokens, num_heads, width)
+        parts = [merged, *parts[PARTS_AT_ONCE:]]
     strides = lse.stride() if is_token_major else lse.stride()[::-1]
     _launch(launches, parts, [lse, *strides], final, num_tokens, num_heads, width)
     return launches
@@ -372,27 +374,26 @@ def _launch(
     num_heads: int,
     width: int,
 ) -> None:
-    """Merge at most ``_PARTS`` parts into ``target`` and ``lse``, given with its strides."""
-    config = merge_config(len(parts), num_heads, width)
-    blocks = triton.cdiv(num_heads * width, config.width)
+    """Merge at most ``PARTS_AT_ONCE`` parts into ``target`` and ``lse``, given with its strides."""
+    plan = merge_plan(len(parts), num_tokens, num_heads, width)
     device = target.tensors["data_ptr"].device
     overlaps = overlaps_launches(device)
     # The arguments of absent parts are those of the first one, and not looked at.
-    given = [*parts, *[parts[0]] * (_PARTS - len(parts))]
+    given = [*parts, *[parts[0]] * (PARTS_AT_ONCE - len(parts))]
     launches.launch(
         _merge_attention_states_kernel,
-        (triton.cdiv(num_tokens, config.block_t) * triton.cdiv(blocks, config.block_b),),
+        (plan.num_programs,),
         *(argument for part in given for argument in part),
         *lse,
         num_tokens,
-        blocks,
+        plan.num_blocks,
         *target.tensors.values(),
         *target.numbers.values(),
-        MERGE=config,
+        MERGE=plan.config,
         NATIVE=has_fp8_casts(device),
         PDL=overlaps,
         OUTPUT=target.config,
-        num_warps=config.num_warps,
+        num_warps=plan.config.num_warps,
         enable_fp_fusion=False,
         launch_pdl=overlaps,
     )

@@ -14,7 +14,7 @@ from mlacast.kernels.config.caches import (
     codes_config,
     heads_config,
     pairs_config,
-    rope_quantize_config,
+    rope_quantize_plan,
 )
 from mlacast.kernels.triton.rope_quantize_fp8_rows import (
     Angles,
@@ -227,13 +227,11 @@ def launch_rope_quantize_fp8(
     launches = Launches(q_rope.device)
     inputs = [launches.inside(x, as_bits(x)) for x in (q_rope, q_nope, k_rope, k_nope, value)]
     outputs = [q_rope_out, q_nope_out, k_rope_out, k_nope_out, value_out]
-    config = config or rope_quantize_config(num_tokens * q_heads)
+    plan = rope_quantize_plan(num_tokens, q_heads, kv_heads, values.columns > 0, config)
     overlaps = overlaps_launches(q_rope.device)
-    q_blocks = triton.cdiv(num_tokens * q_heads, config.rows)
-    k_blocks = triton.cdiv(num_tokens * kv_heads, config.rows)
     launches.launch(
         _rope_quantize_fp8_kernel,
-        (q_blocks + k_blocks * (2 if values.columns else 1),),
+        (plan.num_programs,),
         *inputs,
         *(launches.inside(out, out.view(torch.uint8)) for out in outputs),
         launches.inside(cos_sin_cache, as_bits(cos_sin_cache)),
@@ -254,8 +252,8 @@ def launch_rope_quantize_fp8(
         entries.shape[0],
         k_rope_out.shape[0],
         num_tokens,
-        q_blocks,
-        k_blocks,
+        plan.q_blocks,
+        plan.k_blocks,
         q_scale,
         kv_scale,
         PAIRS=pairs_config(q_rope.shape[2], pairing),
@@ -263,10 +261,10 @@ def launch_rope_quantize_fp8(
         KEY=heads_config(kv_heads, k_nope.shape[2]),
         VALUE=values,
         CODES=codes_config(q_rope_out.dtype, native=has_fp8_casts(q_rope.device)),
-        PROGRAM=config,
+        PROGRAM=plan.config,
         PAGED=paged,
         PDL=overlaps,
-        num_warps=config.num_warps,
+        num_warps=plan.config.num_warps,
         enable_fp_fusion=False,
         launch_pdl=overlaps,
     )

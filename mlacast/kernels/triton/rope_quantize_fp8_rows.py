@@ -119,24 +119,24 @@ def _split_row(block, HEADS: tl.constexpr, num_tokens, ROWS: tl.constexpr):
 
     Products with a stride multiply int64 of these: one multiplication of 32 bits by 32.
     """
-    within = (block % HEADS) * ROWS + tl.arange(0, ROWS)
-    token = (block // HEADS) * ROWS + within // HEADS
-    exists = token < num_tokens
+    within = (block % HEADS) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    token = (block // HEADS) * ROWS + within // HEADS  # [ROWS]
+    exists = token < num_tokens  # [ROWS]
     return token.to(tl.int64), (within % HEADS).to(tl.int64), exists
 
 
 @triton.jit
 def _find_places(token, exists, table):
     """Where each token goes, (page, offset, is_inside); nothing outside the tables is read."""
-    request = tl.load(table.requests_ptr + token, mask=exists, other=-1).to(tl.int64)
+    request = tl.load(table.requests_ptr + token, mask=exists, other=-1).to(tl.int64)  # [ROWS]
     known = exists & (request >= 0) & (request < table.num_requests)
-    place = tl.load(table.places_ptr + token, mask=known, other=-1).to(tl.int64)
+    place = tl.load(table.places_ptr + token, mask=known, other=-1).to(tl.int64)  # [ROWS]
     start = tl.load(table.starts_ptr + request, mask=known, other=0).to(tl.int64)
     inside = known & (place >= 0) & (start >= 0)
     place = tl.where(inside, place, 0)
-    entry = start + place // table.page_size
+    entry = start + place // table.page_size  # [ROWS]
     inside = inside & (entry < table.num_entries)
-    page = tl.load(table.entries_ptr + entry, mask=inside, other=-1).to(tl.int64)
+    page = tl.load(table.entries_ptr + entry, mask=inside, other=-1).to(tl.int64)  # [ROWS]
     return page, place % table.page_size, inside & (page >= 0) & (page < table.num_pages)
 
 
@@ -162,8 +162,8 @@ def find_moves(
 @triton.jit
 def _load_rows(x_ptr, row, exists, N: tl.constexpr, BLOCK_N: tl.constexpr):
     """N columns of each row, [ROWS, BLOCK_N], as float32."""
-    column = tl.arange(0, BLOCK_N)
-    mask = exists[:, None] & (column < N)[None, :]
+    column = tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    mask = exists[:, None] & (column < N)[None, :]  # [ROWS, BLOCK_N]
     return cast_to_float32(tl.load(x_ptr + row[:, None] + column[None, :], mask=mask))
 
 
@@ -181,10 +181,10 @@ def _load_pairs(x_ptr, row, exists, PAIRS: tl.constexpr):
     """The two of each pair of columns, float32 [ROWS, block] each."""
     ROWS: tl.constexpr = row.shape[0]
     R: tl.constexpr = PAIRS.columns
-    pair = tl.arange(0, PAIRS.block)
+    pair = tl.arange(0, PAIRS.block)  # [block]
     if PAIRS.half_pairing:
         mask = exists[:, None] & (pair < R // 2)[None, :]
-        source = x_ptr + row[:, None] + pair[None, :]
+        source = x_ptr + row[:, None] + pair[None, :]  # [ROWS, block]
         first = cast_to_float32(tl.load(source, mask=mask))
         second = cast_to_float32(tl.load(source + R // 2, mask=mask))
     else:
@@ -257,7 +257,7 @@ def quantize_queries(
 ):
     """Quantise the rows of a block of the queries, all of them `Rows`; ``angles`` is `Angles`."""
     token, head, exists = _split_row(block, QUERY.heads, num_tokens, PROGRAM.rows)
-    plain_row = token * nope.stride_token + head * nope.stride_head
+    plain_row = token * nope.stride_token + head * nope.stride_head  # [ROWS]
     row = token * rope.stride_token + head * rope.stride_head
     wait_for_previous_kernel(PDL)
     if PAGED:
@@ -270,7 +270,7 @@ def quantize_queries(
     # pinned the compiler does not ask for columns behind them.
     if PROGRAM.pinned:
         tl.debug_barrier()
-    at = tl.minimum(tl.maximum(position.to(tl.int64), 0), angles.table_rows - 1)
+    at = tl.minimum(tl.maximum(position.to(tl.int64), 0), angles.table_rows - 1)  # [ROWS]
     cos, sin = _load_angles(angles.table_ptr, at * angles.stride_table, exists, PAIRS)
     if QUERY.columns > 0:
         row = token * nope_out.stride_token + head * nope_out.stride_head
@@ -299,12 +299,12 @@ def quantize_keys(
     if KEY.columns > 0:
         plain_row = token * nope.stride_token + head * nope.stride_head
         plain = _load_rows(nope.ptr, plain_row, exists, KEY.columns, KEY.block)
-    rope_row = token * rope.stride_token + head * rope.stride_head
+    rope_row = token * rope.stride_token + head * rope.stride_head  # [ROWS]
     first, second = _load_pairs(rope.ptr, rope_row, exists, PAIRS)
     # As for queries.
     if PROGRAM.pinned:
         tl.debug_barrier()
-    at = tl.minimum(tl.maximum(position.to(tl.int64), 0), angles.table_rows - 1)
+    at = tl.minimum(tl.maximum(position.to(tl.int64), 0), angles.table_rows - 1)  # [ROWS]
     cos, sin = _load_angles(angles.table_ptr, at * angles.stride_table, exists, PAIRS)
     if KEY.columns > 0:
         out_row = page * nope_out.stride_page + place * nope_out.stride_token
@@ -319,8 +319,8 @@ def quantize_keys(
 def quantize_values(moves, v, v_out, scale, VALUE: tl.constexpr, CODES: tl.constexpr):
     """Quantise rows of the values, `Rows`, to `Places`, as ``moves`` says, a `Moves`."""
     token, head, page, place, exists = moves
-    row = token * v.stride_token + head * v.stride_head
+    row = token * v.stride_token + head * v.stride_head  # [ROWS]
     value = _load_rows(v.ptr, row, exists, VALUE.columns, VALUE.block)
-    out_row = page * v_out.stride_page + place * v_out.stride_token
+    out_row = page * v_out.stride_page + place * v_out.stride_token  # [ROWS]
     out_row += head * v_out.stride_head
     _store_rows(value, v_out.ptr, out_row, exists, scale, VALUE, CODES)

@@ -13,6 +13,7 @@ from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.descriptors.rope import Rope
 from mlacast.kernels.common.attention_arguments import (
     CachePool,
+    cache_operand,
     extra_pool,
     list_arguments,
     query_operand,
@@ -312,8 +313,7 @@ def _sparse_mla_decode_kernel(
 def _pool_arguments(launches: Launches, pool: CachePool) -> list[Any]:
     """One pool as kernel arguments, cache to length stride."""
     cache = pool.cache
-    is_rows = pool.kv_format.name == "BF16"
-    flat = cache if is_rows else launches.inside(cache, cache.view(torch.uint8))
+    flat = launches.inside(cache, cache_operand(cache, pool.kv_format))
     return [
         flat,
         flat.stride(0),

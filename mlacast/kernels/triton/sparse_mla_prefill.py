@@ -146,7 +146,7 @@ def _sparse_mla_prefill_kernel(
     out, lse, max_logits = finish_rows(
         acc, running_max, running_sum, sink_ptr, head_start, num_heads, angles, 0, END
     )
-    head = head_start + tl.arange(0, BLOCK_H)
+    head = head_start + tl.arange(0, BLOCK_H)  # [BLOCK_H]
     tl.store(lse_ptr + token * num_heads + head, lse, mask=head < num_heads)
     tl.store(max_logits_ptr + token * num_heads + head, max_logits, mask=head < num_heads)
     target = Target(

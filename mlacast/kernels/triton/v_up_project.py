@@ -64,21 +64,24 @@ def _v_up_project_kernel(
     head = tl.program_id(0) // blocks
     first = (tl.program_id(0) % blocks) * BLOCK_M
     lane = tl.arange(0, BLOCK_M)[:, None]  # [BLOCK_M, 1]
-    token = first + lane
-    in_range = token < num_tokens
+    token = first + lane  # [BLOCK_M, 1]
+    in_range = token < num_tokens  # [BLOCK_M, 1]
     token = token.to(tl.int64)
-    k = tl.arange(0, BLOCK_K)
-    n = tl.arange(0, 128)
+    k = tl.arange(0, BLOCK_K)  # [BLOCK_K]
+    n = tl.arange(0, 128)  # [128]
+    step = BLOCK_K
+    if TILES.is_wide:
+        k, n, step = k.to(tl.int64), n.to(tl.int64), tl.cast(BLOCK_K, tl.int64)
     latent = latent_ptr + (token * stride_latent_token + head.to(tl.int64) * stride_latent_head)
     latent += k[None, :]  # [BLOCK_M, BLOCK_K]
     weight = weight_ptr + head.to(tl.int64) * stride_weight_head
     weight += k[:, None] * stride_weight_latent + n[None, :] * stride_weight_value  # [BLOCK_K, 128]
     acc = tl.zeros((BLOCK_M, 128), tl.float32)
     for _ in range(0, 512, BLOCK_K):
-        x = tl.load(latent, mask=in_range, other=0.0)
-        acc = tl.dot(x, tl.load(weight), acc, input_precision="ieee")
+        x = tl.load(latent, mask=in_range, other=0.0)  # [BLOCK_M, BLOCK_K]
+        acc = tl.dot(x, tl.load(weight), acc, input_precision="ieee")  # [BLOCK_M, 128]
         latent += BLOCK_K
-        weight += BLOCK_K * stride_weight_latent
+        weight += step * stride_weight_latent
     target = Target(
         data_ptr,
         sf_ptr,
@@ -111,7 +114,7 @@ def launch_v_up_project(
     """
     num_tokens, num_heads, _ = latent_out.shape
     target = store_target(out)
-    config = config or v_up_config(num_tokens)
+    config = config or v_up_config(num_tokens, *w_uv.stride()[1:])
     launches = Launches(latent_out.device, target)
     overlaps = overlaps_launches(latent_out.device)
     launches.launch(

@@ -18,20 +18,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.targets import store_target
+from mlacast.kernels.config.dense_prefill_sections import hopper_prefill_plan
 from mlacast.kernels.config.sparse_attention import num_multiprocessors
 from mlacast.kernels.gluon.sm90.dense_mla_prefill_attend import run_attend_role
 from mlacast.kernels.gluon.sm90.dense_mla_prefill_load import run_load_role
-from mlacast.kernels.gluon.sm90.dense_mla_prefill_sections import (
-    choose_sections,
-    count_programs,
-    sequences_at_once,
-)
 from mlacast.kernels.gluon.sm90.dense_mla_prefill_tiles import (
     BLOCK_N,
     CONSUMERS,
     LOG2_E,
     STAGES,
-    TILE_M,
     TILE_WORDS,
     V_ARRIVALS,
 )
@@ -216,21 +211,22 @@ def launch_dense_mla_prefill(
     """
     del max_seqlen_q, max_seqlen_k
     num_rows, heads, _ = q.shape
-    kv_heads = k.shape[1]
+    num_keys, kv_heads, _ = k.shape
     batch = cu_seqlens_q.shape[0] - 1
     target = store_target(out)
     launches = Launches(q.device, target)
-    sections = choose_sections(batch, k.shape[0], heads, kv_heads)
     multiprocessors = num_multiprocessors(q.device)
-    programs = count_programs(num_rows, batch, heads, TILE_M.value, multiprocessors)
+    plan = hopper_prefill_plan(
+        num_rows, num_keys, batch, heads, kv_heads, out.features, multiprocessors
+    )
     counter = launches.scratch(1)
     # The first tickets are the programs' own numbers.
-    launches.launch(set_counter_kernel, (1,), counter, programs, num_warps=1)
+    launches.launch(set_counter_kernel, (1,), counter, plan.num_programs, num_warps=1)
     # Without any key nothing of them is used; a descriptor needs an address all the same.
-    keys, values = (k, v) if k.shape[0] else (q, q[:, :, :128])
+    keys, values = (k, v) if num_keys else (q, q[:, :, :128])
     launches.launch(
         dense_mla_prefill_kernel,
-        (programs,),
+        (plan.num_programs,),
         _descriptor(q, [64, 64]),
         _descriptor(keys, [128, 64]),
         _descriptor(values, [128, 128]),
@@ -239,24 +235,24 @@ def launch_dense_mla_prefill(
         keys.stride(1),
         values.stride(1),
         values.stride(0),
-        heads // kv_heads,
+        plan.heads_per_key_head,
         cu_seqlens_q,
         cu_seqlens_k,
         counter,
         batch,
         num_rows,
         heads,
-        sections.total,
-        sections.head_sections,
-        sections.sequences,
-        sections.heads,
+        plan.sections.total,
+        plan.sections.head_sections,
+        plan.sections.sequences,
+        plan.sections.heads,
         lse,
         *target.tensors.values(),
         *target.numbers.values(),
-        out.features // 128,
+        plan.group_heads,
         target.config.sf_column_tiles,
         softmax_scale,
-        SEQUENCES=sequences_at_once(sections),
+        SEQUENCES=plan.sequences_at_once,
         CAUSAL=causal,
         OUTPUT=target.token_config,
         **OPTIONS,

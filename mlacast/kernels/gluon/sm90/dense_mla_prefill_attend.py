@@ -145,7 +145,7 @@ def run_attend_role(
     Consumes ``q_ready``, ``k_ready``, ``v_ready``; produces ``q_free``, and together with the other
     consumer ``k_free`` and ``v_free``. The product with the values of a block runs beside the
     softmax of the next one. The consumers issue their products in turn, so that one's softmax runs
-    beside the other's products.
+    beside the other's products: each waits for its own of ``turns`` and arrives at the other's.
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, S, 2)

@@ -50,7 +50,7 @@ def _find_tile(place, ticket, order, SEQUENCES: gl.constexpr):
 
 @gluon.jit
 def _load_keys(desc, smem, ready, free, count, row, column):
-    """Copy a block of keys [128, 192] in three parts of 64 columns."""
+    """Copy a block of keys [128, 192] in three parts; consumes ``free``, produces ``ready``."""
     stage = count % STAGES
     mbarrier.wait(free.index(stage), ((count // STAGES) & 1) ^ 1)
     mbarrier.expect(ready.index(stage), _K_BYTES)
@@ -62,7 +62,7 @@ def _load_keys(desc, smem, ready, free, count, row, column):
 
 @gluon.jit
 def _load_values(desc, smem, ready, free, count, row, column):
-    """Copy a block of values [128, 128]."""
+    """Copy a block of values [128, 128]; consumes ``free``, produces ``ready``."""
     stage = count % STAGES
     mbarrier.wait(free.index(stage), ((count // STAGES) & 1) ^ 1)
     # In the place of a last block's copies, one of each thread.
@@ -75,7 +75,8 @@ def _load_values(desc, smem, ready, free, count, row, column):
 def _load_last_values(source, smem, ready, free, count, row, num_keys):
     """Copy a block that the sequence ends in; the rest, which may hold NaN, becomes zero.
 
-    ``source`` is a head's pointer and the stride of its rows.
+    ``source`` is a head's pointer and the stride of its rows. Consumes ``free``, produces
+    ``ready``.
     """
     v_ptr, stride = source
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
@@ -110,7 +111,10 @@ def _find_rows(sequence, order, cu_seqlens_k_ptr):
 
 @gluon.jit
 def _send_tile(q_desc, q_smem, q_ready, start, first_row, head, stride_q):
-    """Hand the words of a tile to the consumers, and copy 64 rows [64, 192] to each of them."""
+    """Hand the words of a tile to the consumers, and copy 64 rows [64, 192] to each of them.
+
+    Produces ``q_ready``.
+    """
     for consumer in gl.static_range(CONSUMERS):
         mbarrier.arrive(q_ready.index(consumer), count=1)
         mbarrier.expect(q_ready.index(consumer), _Q_BYTES)
@@ -132,7 +136,10 @@ def _take_ticket(counter_ptr):
 
 @gluon.jit
 def _wait_for_consumers(q_free, tile):
-    """Wait until both consumers have taken the query and the words of the tile before ``tile``."""
+    """Wait until both consumers have taken the query and the words of the tile before ``tile``.
+
+    Consumes ``q_free``.
+    """
     for consumer in gl.static_range(CONSUMERS):
         mbarrier.wait(q_free.index(consumer), (tile & 1) ^ 1)
 

@@ -76,7 +76,7 @@ def count_section_tiles(
     After the last sequence comes one of the rows that belong to none; it has no keys.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([SEQUENCES // 32], [32], [gl.num_warps()], [0])
-    place = gl.arange(0, SEQUENCES, LAYOUT)
+    place = gl.arange(0, SEQUENCES, LAYOUT)  # [SEQUENCES]
     sequence = (section // head_sections) * section_batch + place
     inside = (place < section_batch) & (sequence <= batch)
     start = gl.load(cu_seqlens_q_ptr + sequence, mask=inside, other=0)

@@ -8,8 +8,6 @@ the same tile, whose sums are added at the end. Two load roles can take steps in
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -19,11 +17,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.targets import store_target
+from mlacast.kernels.config.hopper_grouped_out_project import Variant, product_plan
 from mlacast.kernels.config.sparse_attention import num_multiprocessors
 from mlacast.kernels.gluon.sm90.grouped_out_project_roles import run_load_role, run_multiply_role
 
-# What all roles of a program may have by the thread, with as many load roles.
-MAX_REGISTERS = {1: 168, 2: 128}
 _SIZES = (
     "stride_x_group",
     "stride_weight_group",
@@ -39,82 +36,6 @@ _SIZES = (
     "num_columns",
     "num_groups",
 )
-
-
-class Variant(NamedTuple):
-    """What the kernel can be built with.
-
-    Attributes:
-        block_m: Tokens of a tile.
-        block_n: Columns of a tile.
-        stages: Steps of 128 features in flight.
-        split: What the consumers share: "rows", "columns", or "steps".
-        banks: Products of a scale's features in flight per consumer, 1 or 2.
-        loaders: Load roles that take steps in turn, 1 or 2.
-    """
-
-    block_m: int
-    block_n: int
-    stages: int
-    split: str
-    banks: int = 2
-    loaders: int = 1
-
-
-class ProductConfig(NamedTuple):
-    """What is multiplied.
-
-    Attributes:
-        steps: Steps of 128 features that a group has.
-        parts: Parts of a step that have scales of their own.
-        x_bytes: Whether scales of tokens are bytes, four to a word; else float32.
-        weight_bytes: Whether those of weights are.
-    """
-
-    steps: int
-    parts: int
-    x_bytes: bool
-    weight_bytes: bool
-
-
-# From the tile that reads its operands least often to the one that fills the device first.
-_VARIANTS = (
-    Variant(128, 128, 6, "rows"),
-    Variant(64, 128, 6, "steps"),
-    Variant(64, 64, 8, "steps"),
-)
-# For few tokens and scales per 32 features, whose load role takes longer than their consumers.
-_TWO_LOADERS = Variant(64, 64, 8, "steps", loaders=2)
-# Multiprocessors of ten that may not idle.
-_BUSY_TENTHS = 9
-
-
-def count_tiles(variant: Variant, num_tokens: int, num_columns: int, num_groups: int) -> int:
-    """Tiles of a product."""
-    down, across = -(-num_tokens // variant.block_m), -(-num_columns // variant.block_n)
-    return down * across * num_groups
-
-
-def choose_variant(
-    num_tokens: int, num_columns: int, num_groups: int, multiprocessors: int, per_32: bool
-) -> Variant:
-    """The largest tile that still gives most multiprocessors one.
-
-    ``per_32`` says that either side has scales per 32 features.
-    """
-    for variant in _VARIANTS[:-1]:
-        is_tall = num_tokens <= variant.block_m - 64
-        tiles = count_tiles(variant, num_tokens, num_columns, num_groups)
-        if not is_tall and 10 * tiles >= _BUSY_TENTHS * multiprocessors:
-            return variant
-    return _TWO_LOADERS if per_32 else _VARIANTS[-1]
-
-
-def product_config(features: int, sf: torch.dtype, weight_sf: torch.dtype) -> ProductConfig:
-    """Describe the product over so many features, with scales of these types."""
-    x_bytes, weight_bytes = sf == torch.int32, weight_sf == torch.int32
-    parts = 4 if x_bytes or weight_bytes else 1
-    return ProductConfig(features // 128, parts, x_bytes, weight_bytes)
 
 
 @gluon.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=("sf_ptr", "weight_sf_ptr"))
@@ -234,7 +155,6 @@ def _launch(
     """
     groups, columns, features = weight[1].shape
     tokens = out.num_tokens
-    multiprocessors = num_multiprocessors(out.data.device)
     target = store_target(out)
     launches = Launches(weight[0].device, target)
     sf, numbers = target.tensors["sf_ptr"], target.numbers
@@ -242,16 +162,18 @@ def _launch(
     into = launches.inside(*projected)
     # Its columns are those of the weights.
     rows = launches.inside(weight[0], weight[1].transpose(0, 1))
-    product = product_config(features, sf.dtype, scales.dtype)
-    if variant is None:
-        per_32 = product.parts > 1
-        variant = choose_variant(tokens, columns, groups, multiprocessors, per_32)
-    tiles = count_tiles(variant, tokens, columns, groups)
+    plan = product_plan(
+        (tokens, columns, groups, features),
+        sf.dtype,
+        scales.dtype,
+        num_multiprocessors(out.data.device),
+        variant,
+    )
     launches.launch(
         project_kernel,
-        (min(tiles, multiprocessors),),
-        _descriptor(out.data, variant.block_m),
-        _descriptor(rows, variant.block_n),
+        (plan.num_programs,),
+        _descriptor(out.data, plan.variant.block_m),
+        _descriptor(rows, plan.variant.block_n),
         numbers["stride_data_group"],
         rows.stride(1),
         sf,
@@ -268,10 +190,10 @@ def _launch(
         tokens,
         columns,
         groups,
-        TILES=variant,
-        PRODUCT=product,
+        TILES=plan.variant,
+        PRODUCT=plan.product,
         num_warps=4,
-        maxnreg=MAX_REGISTERS[variant.loaders],
+        maxnreg=plan.max_registers,
     )
     return launches
 

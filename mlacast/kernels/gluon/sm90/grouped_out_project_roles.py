@@ -37,9 +37,9 @@ def _put_scales(smem, raw, PARTS: gl.constexpr, BYTES: gl.constexpr):
     # All parts in one store: the compiler puts a barrier between two.
     LAYOUT: gl.constexpr = gl.BlockedLayout([PARTS, 1], [1, 32], [1, 4], [1, 0])
     raw = gl.convert_layout(raw, gl.SliceLayout(0, LAYOUT))[None, :]
-    part = gl.arange(0, PARTS, gl.SliceLayout(1, LAYOUT))[:, None]
+    part = gl.arange(0, PARTS, gl.SliceLayout(1, LAYOUT))[:, None]  # [PARTS, 1]
     if BYTES:
-        byte = (raw >> (8 * part)) & 0xFF
+        byte = (raw >> (8 * part)) & 0xFF  # [PARTS, rows]
         bits = gl.where(byte == 0, 0x400000, gl.where(byte == 255, 0x7FC00000, byte << 23))
         scales = bits.to(gl.float32, bitcast=True)
     else:
@@ -56,7 +56,10 @@ def _load_step(
     STAGES: gl.constexpr,
     PRODUCT: gl.constexpr,
 ):
-    """Fill the stage of a step, the ``count``-th, once it is free; ``words`` are its scales."""
+    """Fill the stage of a step, the ``count``-th, once it is free; ``words`` are its scales.
+
+    Consumes ``free``, produces ``ready``: once where copies are announced, once for the scales.
+    """
     place, buffers, barriers, sources = load
     x_words, w_words = words
     x_smem, w_smem, x_scales, w_scales, _ = buffers
@@ -164,7 +167,7 @@ def _start_product(x, w, into, part, PARTS: gl.constexpr):
 
 @gluon.jit
 def _add(acc, product, x_scale, w_scale, LAYOUT: gl.constexpr):
-    """Add the product, scaled: rows by ``x_scale``, columns by ``w_scale``, both in memory."""
+    """Add the product [ROWS, COLUMNS], scaled by ``x_scale`` and ``w_scale``, both in memory."""
     rows = x_scale.load(gl.SliceLayout(1, LAYOUT))
     columns = w_scale.load(gl.SliceLayout(0, LAYOUT))
     columns, product = gl.broadcast(columns[None, :], product)
@@ -216,7 +219,8 @@ def run_multiply_role(
 ):
     """Multiply a consumer's rows, columns or steps of every tile, and store what it sums.
 
-    Consumes ``ready``, produces ``free``.
+    Consumes ``ready``, produces ``free``. Where the consumers share the steps, ``summed`` 0 goes
+    from consumer 1 to 0, which adds the sums and stores, and ``summed`` 1 back.
     """
     x_smem, w_smem, x_scales, w_scales, sums = buffers
     ready, free, summed = barriers

@@ -51,7 +51,7 @@ def _fetch_query(
     FULL_TILES: gl.constexpr,
     CHUNK16: gl.constexpr,
 ):
-    """Start copying COUNT dimensions, ``FIRST``.., of 64 heads of the query into a piece."""
+    """Start copying COUNT dimensions, ``FIRST``.., of 64 heads of a query [64, COUNT]."""
     # In either order of the query, so that one set of addresses is kept.
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     lane = gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT))
@@ -92,7 +92,8 @@ def _send_query(
 ):
     """Start copying the query of a work item into the next pieces of the ring.
 
-    Each is signalled once this warpgroup's copies have landed: 128 arrivals and one.
+    Consumes ``k_free`` of each, and produces ``k_ready`` once this warpgroup's copies have landed:
+    128 arrivals and one.
     """
     token = find_token(item, work, WORK)
     first_head = find_head_start(item, work, WORK)
@@ -212,7 +213,7 @@ def _load_next_slots(
     lists. Past the program's last item it stays in that item.
 
     Returns:
-        The cursor, the slots, and whether they are the extra pool's.
+        The cursor, the slots [64], and whether they are the extra pool's.
     """
     item, block, first, count, length, extra_length = cursor
     block += 1

@@ -60,7 +60,7 @@ WORDS_OF_TAIL = gl.constexpr(gl.NVMMASharedLayout(64, 32, 2))
 
 @gluon.jit
 def _copy_rows(target, rows, valid, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
-    """Start copying words ``FIRST``.. of 64 rows; rows that are not valid become zeros."""
+    """Start copying words ``FIRST``.. of ``rows`` [64]; those that are not valid become zeros."""
     PER_ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     column = FIRST + gl.arange(0, target.shape[1], gl.SliceLayout(0, LAYOUT))
     pointers = gl.convert_layout(rows, PER_ROW, assert_trivial=True)[:, None] + column[None, :]
@@ -92,7 +92,7 @@ def _cast_e4m3_to_float16(words):
 
 @gluon.jit
 def _load_slots_of(cursor, work, pool, WORK: gl.constexpr):
-    """Slots of the block under a cursor; of an item's first block where the cursor is on a query.
+    """Slots [64] of the block under a cursor; on a query, of the first block of its item.
 
     Past the program's last item: slots that nobody asks for.
     """
@@ -144,19 +144,20 @@ def _send(
 ):
     """Start copying the rows under a cursor into the stage whose turn it is, ``sent`` before it.
 
-    The stage is signalled once this warpgroup's copies have landed: 128 arrivals and one. ``query``
-    is a pointer to int32 words with its strides of tokens and heads, which count 16 bytes. Where a
-    thread copies to, others have read: between is the arrival at ``k_ready``, which awaits them.
+    Consumes ``codes_free`` of the stage, and produces ``codes_ready`` once this warpgroup's copies
+    have landed: 128 arrivals and one. ``query`` is a pointer to int32 words with its strides of
+    tokens and heads, which count 16 bytes. Where a thread copies to, others have read: between is
+    the arrival at ``k_ready``, which awaits them.
     """
     item, block, _, _, _ = cursor
     q_ptr, stride_q_token, stride_q_head = query
     stage = sent & 1
     token = find_token(item, work, WORK)
-    rows, _, valid = locate(ids, False, pool, pool, POOL, None)
-    head = find_head_start(item, work, WORK) + hide_value(gl.arange(0, BLOCK_H, _ROW))
+    rows, _, valid = locate(ids, False, pool, pool, POOL, None)  # [64]
+    head = find_head_start(item, work, WORK) + hide_value(gl.arange(0, BLOCK_H, _ROW))  # [64]
     # Four words at a time: so the compiler knows that copies of 16 bytes are aligned.
     q_rows = q_ptr + token.to(gl.int64) * stride_q_token * 4 + head * stride_q_head * 4
-    rows = gl.where(block < 0, q_rows, rows)
+    rows = gl.where(block < 0, q_rows, rows)  # [64]
     valid = gl.where(block < 0, head < work.num_heads, valid)
     mbarrier.wait(codes_free.index(stage), ((sent >> 1) & 1) ^ 1)
     mask_smem.index(sent & 3).store(gl.where(valid, 0, 1).to(gl.int8))

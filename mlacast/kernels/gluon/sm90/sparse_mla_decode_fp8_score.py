@@ -58,7 +58,8 @@ def run_fp8_score_role(
     ``codes`` (one [2, 64, 128] a unit) and ``tail_codes`` [2, 64, 64] are e4m3: two stages, in turn
     the query of an item and its blocks of keys. ``q_last_smem`` [64, 128] and ``q_tail_smem``
     [64, 64] keep parts of the query during an item. Weights are float16. Consumes ``codes_ready``,
-    produces ``codes_free``, per block ``p_ready`` and per item ``factor_ready``.
+    ``p_free`` and, where items are whole rows, ``factor_free``; produces ``codes_free``, per block
+    ``p_ready`` and per item of whole rows ``factor_ready``.
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
     Q: gl.constexpr = gl.DotOperandLayout(0, S, 4)
@@ -67,8 +68,8 @@ def run_fp8_score_role(
     PARTIAL: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
     )
-    row = gl.arange(0, BLOCK_H, ROW)
-    score_scale = gl.full((BLOCK_H,), 0.0, gl.float32, ROW) + score_scale_log2
+    row = gl.arange(0, BLOCK_H, ROW)  # [64]
+    score_scale = gl.full((BLOCK_H,), 0.0, gl.float32, ROW) + score_scale_log2  # [64]
     taken = 0
     count = 0
     item_phase = 0
@@ -86,8 +87,8 @@ def run_fp8_score_role(
             q_tail_smem.store(tail_codes.index(stage).load(Q))
         mbarrier.arrive(codes_free.index(stage), count=1)
         taken += 1
-        base = gl.full((BLOCK_H,), -float("inf"), gl.float32, ROW)
-        partial_sum = gl.full((BLOCK_H, 4), 0.0, gl.float32, PARTIAL)
+        base = gl.full((BLOCK_H,), -float("inf"), gl.float32, ROW)  # [64]
+        partial_sum = gl.full((BLOCK_H, 4), 0.0, gl.float32, PARTIAL)  # [64, 4]
         for _ in range(num_blocks):
             stage = taken & 1
             mbarrier.wait(codes_ready.index(stage), (taken >> 1) & 1)

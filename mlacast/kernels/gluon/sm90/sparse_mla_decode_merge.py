@@ -6,7 +6,7 @@ a kernel whose threads hold 8 neighbouring dimensions and whose warps never wait
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from triton.experimental import gluon
@@ -17,6 +17,7 @@ from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.sm90_store import load_output_scale, store_rows
 from mlacast.kernels.common.targets import StoreTarget
 from mlacast.kernels.config.attention import EndConfig
+from mlacast.kernels.config.sparse_attention import merge_plan
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import LN_2
 
 OPTIONS = {"enable_fp_fusion": False, "launch_pdl": True}
@@ -68,9 +69,9 @@ def _load_angles(table, position, PLACES: gl.constexpr, COUNT: gl.constexpr, END
     """
     table_ptr, stride_table, table_rows = table
     row_ptr = table_ptr + gl.minimum(gl.maximum(position, 0), table_rows - 1) * stride_table
-    at = gl.arange(0, COUNT, PLACES)
-    cos = gl.load(row_ptr + at % 32)
-    sin = gl.load(row_ptr + 32 + at % 32)
+    at = gl.arange(0, COUNT, PLACES)  # [COUNT]
+    cos = gl.load(row_ptr + at % 32)  # [COUNT]
+    sin = gl.load(row_ptr + 32 + at % 32)  # [COUNT]
     if END.half_pairing:
         # The first of a pair adds its partner's share, the second subtracts it.
         sin = gl.where(at % 64 < 32, sin, -sin)
@@ -100,17 +101,17 @@ def _rotate_back(x, cos, sin, dead, N: gl.constexpr, HALF_PAIRING: gl.constexpr)
     """
     HEADS: gl.constexpr = x.shape[0]
     LAYOUT: gl.constexpr = x.type.layout
-    blocks = gl.reshape(x, (HEADS, 512 // N, N))
+    blocks = gl.reshape(x, (HEADS, 512 // N, N))  # [heads, 512 / N, N]
     BLOCK: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, blocks.type.layout))
-    is_last = (gl.arange(0, 512 // N, BLOCK) == 512 // N - 1)[None, :, None]
+    is_last = (gl.arange(0, 512 // N, BLOCK) == 512 // N - 1)[None, :, None]  # [1, 512 / N, 1]
     # -0.0 is the identity of addition: the sum over blocks returns the last one bit for bit. Where
     # it is written as a number the language takes it for 0.0.
     negative_zero = gl.cast(gl.cast(-0x80000000, gl.int32), gl.float32, bitcast=True)
     last = gl.sum(gl.where(is_last, blocks, negative_zero), 1)  # [heads, N]
     last = gl.convert_layout(last, LAYOUT, assert_trivial=True)
-    rotated = _rotate_pairs(last, cos, sin, HALF_PAIRING)
+    rotated = _rotate_pairs(last, cos, sin, HALF_PAIRING)  # [heads, N]
     # Whatever the table holds at the position of an empty row, its output is zero.
-    is_rope = gl.arange(0, N, gl.SliceLayout(0, LAYOUT)) >= N - 64
+    is_rope = gl.arange(0, N, gl.SliceLayout(0, LAYOUT)) >= N - 64  # [N]
     last = gl.where(is_rope[None, :] & (dead == 0)[:, None], rotated, last)
     last = gl.convert_layout(last, gl.SliceLayout(1, blocks.type.layout), assert_trivial=True)
     joined = gl.where(is_last, gl.expand_dims(last, 1), blocks)
@@ -145,7 +146,10 @@ def _load_states(partials, row, step, first, num_splits, d, AHEAD: gl.constexpr)
 def _add_states(
     acc, running_sum, states, shift, first, num_splits, AHEAD: gl.constexpr, IS_START: gl.constexpr
 ):
-    """Add the states of up to AHEAD splits from ``first`` on; IS_START: to zeros."""
+    """Add the states of up to AHEAD splits from ``first`` on; IS_START: to zeros.
+
+    ``acc`` is [heads, 512], ``running_sum`` and ``shift`` are [heads].
+    """
     parts, maxima, sums = states
     for at in gl.static_range(AHEAD):
         if at == 0 or first + at < num_splits:
@@ -192,10 +196,10 @@ def _find_factors(running_max, running_sum, sink, HAS_SINK: gl.constexpr):
 
     ``sink`` [heads] is not looked at without HAS_SINK.
     """
-    empty = running_sum == 0.0
+    empty = running_sum == 0.0  # [heads]
     divisor = gl.where(empty, 1.0, running_sum)
-    lse = gl.where(empty, -float("inf"), (running_max + gl.log2(divisor)) * LN_2)
-    factor = gl.where(empty, 0.0, 1.0 / divisor)
+    lse = gl.where(empty, -float("inf"), (running_max + gl.log2(divisor)) * LN_2)  # [heads]
+    factor = gl.where(empty, 0.0, 1.0 / divisor)  # [heads]
     if HAS_SINK:
         # An empty row keeps the factor 0: sink - (-inf) would be +inf, -inf - (-inf) NaN.
         shifted = gl.where(empty, 0.0, sink - lse)
@@ -256,7 +260,7 @@ def merge_splits_kernel(
     # No scratch of 4 TB: rows of all splits can be counted in 32 bits.
     row = gl.program_id(0) * num_heads + head  # [heads]
     step = num_tokens * num_heads
-    d = gl.arange(0, 512, gl.SliceLayout(0, LAYOUT))
+    d = gl.arange(0, 512, gl.SliceLayout(0, LAYOUT))  # [512]
     partials = (partial_out_ptr, partial_max_ptr, partial_sum_ptr)
 
     # Inputs that were complete before the splits began need not wait for them.
@@ -272,7 +276,7 @@ def merge_splits_kernel(
 
     states = _load_states(partials, row, step, 0, num_splits, d, AHEAD)
     parts, maxima, sums = states
-    running_max = gl.full((BLOCK_H,), -float("inf"), gl.float32, ROW)
+    running_max = gl.full((BLOCK_H,), -float("inf"), gl.float32, ROW)  # [heads]
     for split in range(AHEAD, num_splits):
         running_max = gl.maximum(running_max, gl.load(partial_max_ptr + (row + split * step)))
     if END.rotates_back:
@@ -284,13 +288,13 @@ def merge_splits_kernel(
     for at in gl.static_range(AHEAD):
         running_max = gl.maximum(running_max, maxima[at])
     # -inf - -inf is NaN: shift by 0 where no split has a key.
-    shift = gl.where(running_max == -float("inf"), 0.0, running_max)
+    shift = gl.where(running_max == -float("inf"), 0.0, running_max)  # [heads]
     acc, running_sum = _sum_states(partials, states, row, step, shift, num_splits, d, AHEAD, LAYOUT)
     factor, lse = _find_factors(running_max, running_sum, sink, END.has_sink)
     gl.store(lse_ptr + row, lse)
     dead = factor == 0.0  # [heads]
     # where, not a product with 0: an all-masked accumulator may hold NaN from an infinite value.
-    out = gl.where(dead[:, None], 0.0, acc * factor[:, None])
+    out = gl.where(dead[:, None], 0.0, acc * factor[:, None])  # [heads, 512]
     if END.rotates_back:
         out = _rotate_back(out, cos, sin, dead, 8 * THREADS, END.half_pairing)
     store_rows(
@@ -310,32 +314,6 @@ def merge_splits_kernel(
         FULL_TILES,
         OUTPUT,
     )
-
-
-class Program(NamedTuple):
-    """What a program of the merge takes on.
-
-    Attributes:
-        heads: Heads of one token.
-        warps: Two for one head to one for four.
-        ahead: Splits whose partials are on their way at a time.
-    """
-
-    heads: int
-    warps: int
-    ahead: int
-
-
-# Rows (token, head) up to which latency counts: few warps on a multiprocessor, many splits.
-_FEW_ROWS = 1024
-FEW = Program(heads=1, warps=2, ahead=8)
-MANY = Program(heads=8, warps=4, ahead=2)
-
-
-def choose_program(num_tokens: int, num_heads: int) -> Program:
-    """Pick the program; not by the number of splits, which varies with the length of contexts."""
-    is_few = num_tokens * num_heads <= _FEW_ROWS or num_heads < MANY.heads
-    return FEW if is_few else MANY
 
 
 def merge_splits(
@@ -365,10 +343,10 @@ def merge_splits(
         num_splits: Splits of every row.
         end: What follows the merge.
     """
-    program = choose_program(num_tokens, num_heads)
+    plan = merge_plan(num_tokens, num_heads)
     launches.launch(
         merge_splits_kernel,
-        (num_tokens, -(-num_heads // program.heads)),
+        plan.grid,
         *partials,
         *rope_arguments,
         lse,
@@ -377,11 +355,11 @@ def merge_splits(
         num_tokens,
         num_heads,
         num_splits,
-        PROGRAM=program,
-        FULL_TILES=num_heads % program.heads == 0,
+        PROGRAM=plan.program,
+        FULL_TILES=plan.full_tiles,
         PDL=OPTIONS["launch_pdl"],
         END=end,
         OUTPUT=target.hopper_config,
-        num_warps=program.warps,
+        num_warps=plan.program.warps,
         **OPTIONS,
     )

@@ -82,9 +82,9 @@ def run_output_role(
 
     ``places`` are memory and numbers that both halves get: ``unit`` is what a sum of weights times
     the ring is multiplied by, where a split leaves it. Of the ring a query takes QUERY_PIECES
-    pieces before the keys of its item. Consumes ``p_ready``, with delayed outputs ``p_go``,
-    ``factor_ready`` and, where the ring holds no queries, ``k_ready``; produces ``p_free``,
-    ``factor_free`` and ``k_free`` of its half of the keys.
+    pieces before the keys of its item. Consumes ``p_ready``, with delayed outputs ``p_go``, where
+    the ring holds no queries ``k_ready``, and where items are whole rows ``factor_ready``; produces
+    ``p_free``, ``k_free`` of its half of the keys and, of whole rows, ``factor_free``.
     """
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, OUT)

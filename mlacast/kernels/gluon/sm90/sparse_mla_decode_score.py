@@ -50,7 +50,7 @@ def _start_scores(
     HAS_TAIL: gl.constexpr,
     S: gl.constexpr,
 ):
-    """Issue q k^T, the right half of the keys as soon as it is there.
+    """Issue q k^T, the right half of the keys as soon as it is there; consumes its ``k_ready``.
 
     Returns:
         scores [64, 64] float32, all outstanding, and the place of the right half.
@@ -102,12 +102,12 @@ def _delay_rows(row):
 def _take_diagonal(x, row):
     """Diagonal [64] of [64, 64], in the layout of ``row``, the numbers 0 to 63."""
     # First the eight columns with the row's, which are those of a warp: few comparisons.
-    blocks = gl.reshape(x, (64, 8, 8))
+    blocks = gl.reshape(x, (64, 8, 8))  # [64, 8, 8]
     BLOCK: gl.constexpr = gl.SliceLayout(2, blocks.type.layout)
     block = gl.arange(0, 8, gl.SliceLayout(0, BLOCK))
     own = gl.convert_layout(row // 8, gl.SliceLayout(1, BLOCK), assert_trivial=True)
     in_block = gl.expand_dims(own[:, None] == block[None, :], 2)
-    columns = gl.sum(gl.where(in_block, blocks, 0.0), 1)
+    columns = gl.sum(gl.where(in_block, blocks, 0.0), 1)  # [64, 8]
     COLUMNS: gl.constexpr = columns.type.layout
     column = gl.arange(0, 8, gl.SliceLayout(0, COLUMNS))
     own = gl.convert_layout(row % 8, gl.SliceLayout(1, COLUMNS), assert_trivial=True)
@@ -176,8 +176,9 @@ def run_score_role(
 ):
     """Scores and softmax of every work item; lse or the split's state to global memory.
 
-    Consumes ``k_ready``; frees the query's pieces (``k_free``) itself. Produces per block
-    ``p_ready`` (weights stored) and ``p_go`` (they may be multiplied), per item ``factor_ready``.
+    Consumes ``k_ready``, ``p_free`` and, where items are whole rows, ``factor_free``; frees the
+    query's pieces (``k_free``) itself. Produces per block ``p_ready`` (weights stored) and, with
+    delayed outputs, ``p_go`` (they may be multiplied), per item of whole rows ``factor_ready``.
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     Q: gl.constexpr = gl.DotOperandLayout(0, S, 2)
@@ -190,7 +191,7 @@ def run_score_role(
     table_ptr, stride_table, table_rows, positions_ptr, stride_positions = rope
     # The same memory as two tiles of the weights' shape, whose addresses are kept anyway.
     q_halves = q_128_smem._reinterpret(gl.bfloat16, [2, BLOCK_H, 64], q_64_smem.type.layout)
-    row = gl.arange(0, BLOCK_H, ROW)
+    row = gl.arange(0, BLOCK_H, ROW)  # [64]
     place = 0
     # Blocks; bit 30 is the phase of ``factor_free``, which shares the register.
     count = 0
@@ -257,8 +258,8 @@ def run_score_role(
         mbarrier.arrive(k_free.index(slot), count=1)
         mbarrier.arrive(k_free.index(right), count=1)
         place = advance_place(place, RING.num_pieces)
-        base = gl.full((BLOCK_H,), -float("inf"), gl.float32, ROW)
-        partial_sum = gl.full((BLOCK_H, 4), 0.0, gl.float32, PARTIAL)
+        base = gl.full((BLOCK_H,), -float("inf"), gl.float32, ROW)  # [64]
+        partial_sum = gl.full((BLOCK_H, 4), 0.0, gl.float32, PARTIAL)  # [64, 4]
         for i in range(num_blocks):
             mbarrier.wait(
                 k_ready.index(find_slot(place, RING.num_pieces)), find_phase(place, RING.num_pieces)

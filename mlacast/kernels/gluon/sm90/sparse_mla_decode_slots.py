@@ -13,7 +13,7 @@ def load_slots(lane, block, length, extra_length, token, pool, extra_pool, EXTRA
     """Slots ``lane`` of one block of the main list followed by the extra list; -1 past their ends.
 
     Returns:
-        The slots, and whether they are the extra pool's.
+        The slots [64], and whether they are the extra pool's.
     """
     row_ptr = pool.indices_ptr + find_row_offset(token, pool.stride_indices)
     is_extra = False
@@ -24,7 +24,7 @@ def load_slots(lane, block, length, extra_length, token, pool, extra_pool, EXTRA
         length = gl.where(is_extra, extra_length, length)
         extra_row_ptr = extra_pool.indices_ptr + find_row_offset(token, extra_pool.stride_indices)
         row_ptr = gl.where(is_extra, extra_row_ptr, row_ptr)
-    column = block * BLOCK_N + lane
+    column = block * BLOCK_N + lane  # [64]
     return gl.load(row_ptr + column, mask=column < length, other=-1), is_extra
 
 
@@ -51,17 +51,17 @@ def locate(
         inverse = gl.where(is_extra, extra_pool.page_inverse, inverse)
         shift = gl.where(is_extra, extra_pool.page_shift, shift)
         num_slots = gl.where(is_extra, extra_pool.num_slots, num_slots)
-    valid = (ids >= 0) & (ids < num_slots)
-    ids = gl.where(valid, ids, 0)
+    valid = (ids >= 0) & (ids < num_slots)  # [64]
+    ids = gl.where(valid, ids, 0)  # [64]
     # ids // page_size, see ``page_division``.
     page = gl.umulhi((ids * 2).to(gl.uint32), gl.cast(inverse, gl.uint32)) >> gl.cast(
         shift, gl.uint32
     )
-    page = page.to(gl.int32)
-    offset = ids - page * page_size
+    page = page.to(gl.int32)  # [64]
+    offset = ids - page * page_size  # [64]
     # 64 bits before the factor 4: pages may be 8 GiB apart and more.
-    page_start = page.to(gl.int64) * stride_page * 4
-    data, scales = find_record_words(page_size, offset, POOL)
+    page_start = page.to(gl.int64) * stride_page * 4  # [64]
+    data, scales = find_record_words(page_size, offset, POOL)  # [64] each
     if EXTRA is not None:  # noqa: SIM102 - both decided while compiling, the second not without
         if POOL.record != EXTRA.record or POOL.is_inline != EXTRA.is_inline:
             extra_data, extra_scales = find_record_words(page_size, offset, EXTRA)

@@ -29,13 +29,13 @@ def fold_scores(s, base, partial_sum, score_scale, PARTIAL: gl.constexpr, WEIGHT
         quad.
     """
     HEADROOM: gl.constexpr = _HEADROOM_F16 if WEIGHTS == gl.float16 else _HEADROOM_BF16
-    block_max = gl.max(s, 1) * score_scale
+    block_max = gl.max(s, 1) * score_scale  # [64]
     new_base = gl.where(block_max > base + (HEADROOM + LAZINESS), block_max - HEADROOM, base)
     # -inf - -inf is NaN: shift by 0 while nothing valid has been seen.
     shift = gl.where(new_base == -float("inf"), 0.0, new_base)
-    p = gl.exp2(s * score_scale[:, None] - shift[:, None])
+    p = gl.exp2(s * score_scale[:, None] - shift[:, None])  # [64, 64]
     # What came before a row's first key is zero and needs no factor.
-    alpha = gl.where(base == -float("inf"), 1.0, gl.exp2(base - shift))
+    alpha = gl.where(base == -float("inf"), 1.0, gl.exp2(base - shift))  # [64]
     by_quad = gl.sum(gl.sum(gl.reshape(p, (64, 8, 4, 2)), 3), 1)
     by_quad = gl.convert_layout(by_quad, PARTIAL, assert_trivial=True)
     rescale = gl.convert_layout(alpha, gl.SliceLayout(1, PARTIAL))
@@ -44,7 +44,10 @@ def fold_scores(s, base, partial_sum, score_scale, PARTIAL: gl.constexpr, WEIGHT
 
 @gluon.jit
 def publish_weights(p, alpha, p_smem, alpha_smem, p_ready, p_free, count):
-    """Hand weights and rescale factors of block ``count`` to the output roles."""
+    """Hand weights [64, 64] and rescale factors [64] of block ``count`` to the output roles.
+
+    Consumes ``p_free``, produces ``p_ready``.
+    """
     mbarrier.wait(p_free, (count & 1) ^ 1)
     p_smem.store(p)
     alpha_smem.store(alpha)
@@ -74,11 +77,12 @@ def finish_item(
 ):
     """Softmax state of a work item: of a split to global memory; else lse, and the outputs' factor.
 
-    The outputs are ``1 / unit`` of their value before that factor. ``row`` numbers the 64 heads,
-    ``item_phase`` is the parity of the items before this one.
+    The factor's place is free with ``factor_free``, and it is there with ``factor_ready``; splits
+    use neither. The outputs are ``1 / unit`` of their value before that factor. ``row`` numbers the
+    64 heads, ``item_phase`` is the parity of the items before this one.
     """
-    total = gl.convert_layout(gl.sum(partial_sum, 1), base.type.layout)
-    head = find_head_start(item, work, WORK) + row
+    total = gl.convert_layout(gl.sum(partial_sum, 1), base.type.layout)  # [64]
+    head = find_head_start(item, work, WORK) + row  # [64]
     if WORK.is_split:
         state = (
             find_row_offset(
@@ -91,8 +95,8 @@ def finish_item(
     else:
         empty = total == 0.0
         divisor = gl.where(empty, 1.0, total)
-        lse = gl.where(empty, -float("inf"), (base + gl.log2(divisor)) * LN_2)
-        factor = gl.where(empty, 0.0, unit / divisor)
+        lse = gl.where(empty, -float("inf"), (base + gl.log2(divisor)) * LN_2)  # [64]
+        factor = gl.where(empty, 0.0, unit / divisor)  # [64]
         if END.has_sink:
             sink = gl.load(sink_ptr + head, mask=head < work.num_heads, other=-float("inf"))
             # An empty row keeps the factor 0: -inf - (-inf) would be NaN.

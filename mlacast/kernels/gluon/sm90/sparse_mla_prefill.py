@@ -19,7 +19,7 @@ from mlacast.kernels.common.attention_arguments import prefill_arguments
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.targets import store_target
 from mlacast.kernels.config.attention import PoolConfig, end_config, query_config
-from mlacast.kernels.config.sparse_attention import num_multiprocessors, prefill_work
+from mlacast.kernels.config.sparse_attention import num_multiprocessors, prefill_plan
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_gather import run_gather_role
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_lone_gather import run_lone_gather_role
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_lone_score import run_lone_score_role
@@ -261,11 +261,10 @@ def launch_sparse_mla_prefill(
     num_tokens, num_heads, d_qk = q.shape
     target = store_target(out)
     launches = Launches(q.device, target)
-    multiprocessors = num_multiprocessors(q.device)
-    work = prefill_work(num_tokens, num_heads, multiprocessors)
+    plan = prefill_plan(num_tokens, num_heads, num_multiprocessors(q.device))
     launches.launch(
         sparse_mla_prefill_kernel,
-        (min(num_tokens * work.head_blocks * work.parts, multiprocessors),),
+        (plan.num_programs,),
         *prefill_arguments(q, kv, indices, topk_length, attn_sink, rope, max_logits, lse),
         *target.tensors.values(),
         *target.hopper_numbers,
@@ -273,7 +272,7 @@ def launch_sparse_mla_prefill(
         num_heads,
         q_norm_eps or 0.0,
         sm_scale,
-        WORK=work,
+        WORK=plan.work,
         QUERY=query_config(d_qk, q_order, q_norm_eps, rope),
         POOL=PoolConfig("rows", has_length=topk_length is not None),
         END=end_config(d_qk, attn_sink, rope),

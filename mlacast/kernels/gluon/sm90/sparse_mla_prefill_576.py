@@ -21,7 +21,7 @@ from mlacast.kernels.common.attention_arguments import prefill_arguments
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.targets import store_target
 from mlacast.kernels.config.attention import PoolConfig, end_config, query_config
-from mlacast.kernels.config.sparse_attention import num_multiprocessors, work_config
+from mlacast.kernels.config.sparse_attention import num_multiprocessors, prefill_576_plan
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_576_barriers import (
     NUM_BARRIERS,
     init_barriers,
@@ -85,7 +85,10 @@ def sparse_mla_prefill_576_kernel(
 ):
     """Tiles of 64 heads of one token, at a stride of the grid. Grid: (programs,).
 
-    Who tells whom is in ``sparse_mla_prefill_576_barriers``.
+    Barriers (producer -> consumer), of one array as ``sparse_mla_prefill_576_barriers`` numbers it:
+    ``K_READY`` gather -> score, ``K_FREE`` output (of a query: score) -> gather, ``TAIL_FREE`` and
+    ``Q_FREE`` score -> gather, ``P_READY``, ``P_GO`` and ``FACTOR_READY`` score -> output,
+    ``P_FREE``, ``ALPHA_FREE`` and ``FACTOR_FREE`` output -> score.
     """
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     # Of P every piece of 16 columns is its own, and one address register is enough to store them.
@@ -184,17 +187,17 @@ def launch_sparse_mla_prefill_576(
     num_tokens, num_heads, d_qk = q.shape
     target = store_target(out)
     launches = Launches(q.device, target)
-    work = work_config(num_heads, 1)
+    plan = prefill_576_plan(num_tokens, num_heads, num_multiprocessors(q.device))
     launches.launch(
         sparse_mla_prefill_576_kernel,
-        (min(num_tokens * work.head_blocks, num_multiprocessors(q.device)),),
+        (plan.num_programs,),
         *prefill_arguments(q, kv, indices, topk_length, attn_sink, rope, max_logits, lse),
         *target.tensors.values(),
         *target.hopper_numbers,
         num_tokens,
         num_heads,
         sm_scale,
-        WORK=work,
+        WORK=plan.work,
         QUERY=query_config(d_qk, q_order, q_norm_eps, rope),
         POOL=PoolConfig("rows", has_length=topk_length is not None),
         END=end_config(d_qk, attn_sink, rope),

@@ -27,7 +27,7 @@ from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
 
 @gluon.jit
 def _load_ids(indices_ptr, stride_indices, token, first, lane, length):
-    """Row numbers of one block; -1 at or past ``length``."""
+    """Row numbers [64] of one block; -1 at or past ``length``."""
     # One address a thread: what is the same in all threads is added before the lane.
     first_ptr = indices_ptr + find_row_offset(token, stride_indices) + first
     return gl.load(first_ptr + lane, mask=first + lane < length, other=-1)
@@ -56,7 +56,7 @@ def _copy_query(
 
 @gluon.jit
 def _publish(barriers, slot):
-    """Signal the slot once all copies of this warpgroup have landed: 128 arrivals and one."""
+    """Produce ``K_READY`` of the slot as this warpgroup's copies land: 128 arrivals and one."""
     async_copy.mbarrier_arrive(barriers.index(K_READY + slot), increment_count=False)
     mbarrier.arrive(barriers.index(K_READY + slot), count=1)
 
@@ -76,8 +76,8 @@ def run_gather_role(
 ):
     """Per tile: the query [64, 576], then its blocks of 64 selected rows [64, 576].
 
-    Produces K_READY (of a slot and of what belongs to it elsewhere); consumes K_FREE,
-    TAIL_FREE and Q_FREE. The last 128 dimensions of the query go to ``q_smem``, the rest of
+    Produces ``K_READY`` (of a slot and of what belongs to it elsewhere); consumes ``K_FREE``,
+    ``TAIL_FREE`` and ``Q_FREE``. The last 128 dimensions of the query go to ``q_smem``, the rest of
     it takes a slot. Row numbers are loaded one block ahead, across tiles. Rows that do not count
     are zero and marked in ``mask_smem``.
     """

@@ -49,7 +49,7 @@ _PARTIAL = gl.constexpr(
 
 @gluon.jit
 def _start_scores(barriers, query, k, tail, S: gl.constexpr):
-    """Issue q k^T, the tail first, and hand the tail's buffer back.
+    """Issue q k^T, the tail first, and hand the tail's buffer back (``TAIL_FREE``).
 
     The parts from shared memory precede those from registers: the last ones run beside P V, which
     reads shared memory too.
@@ -94,9 +94,10 @@ def _fold_scores(s, running_max, partial_sum, score_scale):
 
 @gluon.jit
 def _publish_weights(barriers, p, alpha, p_smem, alpha_smem, count):
-    """Hand weights and rescale factors of block ``count`` to the output roles.
+    """Hand weights [64, 64] and rescale factors [64] of block ``count`` to the output roles.
 
-    The fence is also that between the copies of the next block, waited for before, and its use.
+    Consumes ``P_FREE``, produces ``P_READY``. The fence is also that between the copies of the next
+    block, waited for before, and its use.
     """
     mbarrier.wait(barriers.index(P_FREE), (count & 1) ^ 1)
     p_smem.store(p)
@@ -117,7 +118,10 @@ def _finish_scores(s, masked, mask):
 
 @gluon.jit
 def _publish_factors(barriers, factor, alpha_smem, count):
-    """Hand the factors [64] of a tile to the output roles; bit 30 of ``count`` is its parity."""
+    """Hand the factors [64] of a tile to the output roles; bit 30 of ``count`` is its parity.
+
+    Consumes ``ALPHA_FREE``, produces ``FACTOR_READY``.
+    """
     mbarrier.wait(barriers.index(ALPHA_FREE), count >> 30)
     alpha_smem.store(factor)
     mbarrier.arrive(barriers.index(FACTOR_READY), count=1)
@@ -163,11 +167,11 @@ def _find_factors(running_max, partial_sum, sink, HAS_SINK: gl.constexpr):
 
     ``sink`` [64] is not looked at without HAS_SINK.
     """
-    total = gl.convert_layout(gl.sum(partial_sum, 1), running_max.type.layout)
+    total = gl.convert_layout(gl.sum(partial_sum, 1), running_max.type.layout)  # [64]
     empty = total == 0.0
     divisor = gl.where(empty, 1.0, total)
-    lse = gl.where(empty, -float("inf"), (running_max + gl.log2(divisor)) * LN_2)
-    factor = gl.where(empty, 0.0, 1.0 / divisor)
+    lse = gl.where(empty, -float("inf"), (running_max + gl.log2(divisor)) * LN_2)  # [64]
+    factor = gl.where(empty, 0.0, 1.0 / divisor)  # [64]
     if HAS_SINK:
         # An empty row keeps the factor 0: -inf - (-inf) would be NaN.
         shifted = gl.where(empty, 0.0, sink - lse)
@@ -208,10 +212,11 @@ def run_score_role(
 ):
     """Scores and softmax of every tile; lse and max_logits to global memory.
 
-    Consumes ``K_READY``; frees the query's slot (``K_FREE``), ``TAIL_FREE`` and ``Q_FREE``.
-    Produces per block ``P_READY`` and ``P_GO`` (released only when the next scores are nearly done,
-    so that P V overlaps the softmax and does not starve Q K^T), per tile ``FACTOR_READY``. Of the
-    query 432 dimensions are in registers, 144 in shared memory: 16 more in registers would spill.
+    Consumes ``K_READY``, ``P_FREE``, ``ALPHA_FREE`` and ``FACTOR_FREE``; frees the query's slot
+    (``K_FREE``), ``TAIL_FREE`` and ``Q_FREE``. Produces per block ``P_READY`` and ``P_GO``, the
+    latter only when the next scores are nearly done, so that P V overlaps the softmax and does not
+    starve Q K^T, and per tile ``FACTOR_READY``. Of the query 432 dimensions are in registers,
+    144 in shared memory: 16 more in registers would spill.
     """
     k_smem, tail_smem, q_smem, q_16_smem, p_smem, alpha_smem, mask_smem = memory
     topk, length_ptr, stride_length = lengths
@@ -247,12 +252,12 @@ def run_score_role(
         slot = advance_slot(slot)
         mbarrier.wait(barriers.index(K_READY + slot), phase)
         fence_async_shared()
-        s = _start_scores(barriers, query, k_smem.index(slot), tail_smem, S)
+        s = _start_scores(barriers, query, k_smem.index(slot), tail_smem, S)  # [64, 64]
         masked = has_marked(mask_smem.index(slot))
         # The rescale factors of this tile come where the final factors of the last one are.
         mbarrier.wait(barriers.index(FACTOR_FREE), (count >> 30) ^ 1)
-        running_max = gl.full((BLOCK_H,), -float("inf"), gl.float32, ROW)
-        partial_sum = gl.full((BLOCK_H, 4), 0.0, gl.float32, _PARTIAL)
+        running_max = gl.full((BLOCK_H,), -float("inf"), gl.float32, ROW)  # [64]
+        partial_sum = gl.full((BLOCK_H, 4), 0.0, gl.float32, _PARTIAL)  # [64, 4]
         s = _finish_scores(s, masked, mask_smem.index(slot))
         for _ in range(num_blocks - 1):
             phase = advance_phase(slot, phase)

@@ -16,7 +16,7 @@ from mlacast.kernels.gluon.sm90.sparse_mla_prefill_tiles import (
 
 @gluon.jit
 def load_ids(indices_ptr, stride_indices, token, first, lane, length):
-    """Row numbers of one block; -1 at or past ``length``."""
+    """Row numbers [64] of one block; -1 at or past ``length``."""
     # One address a thread: what is the same in all threads is added before the lane.
     first_ptr = indices_ptr + find_row_offset(token, stride_indices) + first
     return gl.load(first_ptr + lane, mask=first + lane < length, other=-1)
@@ -37,7 +37,7 @@ def repeat_by_thread(x, lane):
 
 @gluon.jit
 def publish(slot, k_ready):
-    """Signal the slot once this warpgroup's copies have landed: 128 arrivals and one."""
+    """Produce ``k_ready`` of a slot once this warpgroup's copies have landed: 128 arrivals, one."""
     async_copy.mbarrier_arrive(k_ready.index(slot), increment_count=False)
     mbarrier.arrive(k_ready.index(slot), count=1)
 
@@ -105,14 +105,14 @@ def run_gather_role(
     row of a tile counts: NaN in the query of a tile without one would hide that from the scores.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    lane = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
-    d = gl.arange(0, 512, gl.SliceLayout(0, LAYOUT))
+    lane = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))  # [64]
+    d = gl.arange(0, 512, gl.SliceLayout(0, LAYOUT))  # [512]
     # Bits 0 and 1 are the slot, bit 2 its phase, the others count tiles: one register.
     place = 4
     step = gl.num_programs(0)
     first_token = gl.program_id(0) // WORK.head_blocks
     length = load_row_length(length_ptr, stride_length, first_token, topk, POOL)
-    ids = load_ids(indices_ptr, stride_indices, first_token, 0, lane, length)
+    ids = load_ids(indices_ptr, stride_indices, first_token, 0, lane, length)  # [64]
     for tile in range(gl.program_id(0), num_tiles, step):
         token = tile // WORK.head_blocks
         next_token = gl.where(tile + step < num_tiles, tile + step, tile) // WORK.head_blocks
@@ -139,8 +139,8 @@ def run_gather_role(
         )
         alive_row = alive_smem.index((place >> 3) & 3)
         for i in range(num_blocks):
-            valid = (ids >= 0) & (ids < s_kv)
-            rows = kv_ptr + (ids.to(gl.int64) * stride_kv)[:, None] + d[None, :]
+            valid = (ids >= 0) & (ids < s_kv)  # [64]
+            rows = kv_ptr + (ids.to(gl.int64) * stride_kv)[:, None] + d[None, :]  # [64, 512]
             is_last = i == num_blocks - 1
             ids = load_ids(
                 indices_ptr,
@@ -152,7 +152,7 @@ def run_gather_role(
             )
             slot = place & 3
             mbarrier.wait(k_free.index(slot), (place >> 2) & 1)
-            bias = gl.where(valid, 0.0, float("-inf"))
+            bias = gl.where(valid, 0.0, float("-inf"))  # [64]
             best = gl.maximum(best, find_largest_of_thread(bias))
             bias_smem.index(slot).store(bias)
             alive_row.store(repeat_by_thread((best == 0.0).to(gl.int8), lane))

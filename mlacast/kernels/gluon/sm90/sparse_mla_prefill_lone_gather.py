@@ -57,8 +57,8 @@ def run_lone_gather_role(
     k_free, p_ready = is_free
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     # What is computed from it ahead of the roles would spill.
-    lane = hide_value(gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT)))
-    d = gl.arange(0, 256, gl.SliceLayout(0, LAYOUT))
+    lane = hide_value(gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT)))  # [64]
+    d = gl.arange(0, 256, gl.SliceLayout(0, LAYOUT))  # [256]
     halves = k_smem._reinterpret(gl.bfloat16, [2 * NUM_SLOTS, BLOCK_N, 256], k_smem.layout)
     part = gl.program_id(0) % 2
     tile = gl.program_id(0) // 2
@@ -86,11 +86,11 @@ def run_lone_gather_role(
     alive_row = alive_smem.index(0)
     num_blocks = count_blocks(length)
     for i in range(num_blocks):
-        valid = (ids >= 0) & (ids < s_kv) & (i * BLOCK_N + lane < length)
-        rows = kv_ptr + (ids.to(gl.int64) * stride_kv)[:, None] + d[None, :]
+        valid = (ids >= 0) & (ids < s_kv) & (i * BLOCK_N + lane < length)  # [64]
+        rows = kv_ptr + (ids.to(gl.int64) * stride_kv)[:, None] + d[None, :]  # [64, 256]
         ids = next_ids
         next_ids = load_ids(indices_ptr, stride_indices, token, (i + 2) * BLOCK_N, lane, topk)
-        bias = gl.where(valid, 0.0, float("-inf"))
+        bias = gl.where(valid, 0.0, float("-inf"))  # [64]
         best = gl.maximum(best, find_largest_of_thread(bias))
         # Weights of a block are out: nobody reads its rows but for P V. The third block follows the
         # query, which is not read by halves.

@@ -41,8 +41,8 @@ def prefetch_rows(early, topk, WORK: gl.constexpr):
     ids = gl.load(
         indices_ptr + find_row_offset(token, stride_indices) + column, mask=column < limit, other=-1
     )
-    valid = (ids >= 0) & (ids < s_kv)
-    rows = kv_ptr + ids.to(gl.int64) * stride_kv
+    valid = (ids >= 0) & (ids < s_kv)  # [256]
+    rows = kv_ptr + ids.to(gl.int64) * stride_kv  # [256]
     gl.inline_asm_elementwise(
         """{
         .reg .pred there;

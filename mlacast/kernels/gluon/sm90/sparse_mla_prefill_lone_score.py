@@ -69,7 +69,7 @@ def _start_right(q_right_smem, k, s):
 
 @gluon.jit
 def _has_key_out(bias):
-    """Whether any of a block's 64 keys does not count, as one number, for a branch."""
+    """Whether any of a block's keys does not count, by its ``bias`` [64]; a number for a branch."""
     # Every warp reads all 64 entries: no exchange between warps.
     WARP: gl.constexpr = gl.DistributedLinearLayout(
         [[1]], [[2], [4], [8], [16], [32]], [[0], [0]], [], [64]
@@ -132,10 +132,10 @@ def run_lone_score_role(
     num_blocks = count_blocks(load_row_length(length_ptr, stride_length, token, topk, POOL))
     mbarrier.wait(k_ready.index(0), 0)
     query = k_smem.index(0)
-    q_left = query.slice(0, 256, dim=1).load(Q)
-    q_middle = query.slice(256, 128, dim=1).load(Q)
+    q_left = query.slice(0, 256, dim=1).load(Q)  # [64, 256]
+    q_middle = query.slice(256, 128, dim=1).load(Q)  # [64, 128]
     q_smem.slice(0, 64, dim=1).store(query.slice(384, 64, dim=1).load(Q))
-    q_rope = query.slice(448, 64, dim=1).load(Q)
+    q_rope = query.slice(448, 64, dim=1).load(Q)  # [64, 64]
     if QUERY.is_rotated:
         q_rope = gl.convert_layout(rotate(q_rope, cos, sin, QUERY.half_pairing), Q)
     q_smem.slice(64, 64, dim=1).store(q_rope)
@@ -150,12 +150,12 @@ def run_lone_score_role(
     mbarrier.wait(k_ready.index(slot), phase)
     s = _start_middle(q_middle, k_smem.index(slot), s)
     s = _start_right(q_smem, k_smem.index(slot), s)
-    running_max = gl.full((BLOCK_H,), -float("inf"), gl.float32, ROW)
+    running_max = gl.full((BLOCK_H,), -float("inf"), gl.float32, ROW)  # [64]
     base = running_max
-    partial_sum = gl.full((BLOCK_H, 4), 0.0, gl.float32, PARTIAL)
+    partial_sum = gl.full((BLOCK_H, 4), 0.0, gl.float32, PARTIAL)  # [64, 4]
     masked = _has_key_out(bias_smem.index(slot))
     mbarrier.wait(p_go.index(0), 0)
-    score_scale = alpha_smem.index(TOTAL).load(ROW)
+    score_scale = alpha_smem.index(TOTAL).load(ROW)  # [64]
     s = warpgroup_mma_wait(0, deps=[s])
     if masked != 0:
         s += bias_smem.index(slot).load(COLUMN)[None, :]

@@ -53,7 +53,10 @@ def _start_product(
     SIDE: gl.constexpr,
     WORK: gl.constexpr,
 ):
-    """Issue ``o * alpha + P V`` of one block."""
+    """Issue ``o * alpha + P V`` of one block, [64, 256] or, with two programs a tile, [64, 128].
+
+    Consumes ``p_ready`` and, with one program a tile, ``p_go``.
+    """
     mbarrier.wait(p_ready.index(buffer), phase)
     alpha = alpha_smem.index(buffer).load(gl.SliceLayout(1, o.type.layout))
     if WORK.parts == 1:
@@ -70,7 +73,7 @@ def _start_product(
 
 @gluon.jit
 def _store_rows(target_ptr, numbers, token, head, num_heads, WORK: gl.constexpr):
-    """Store numbers of a token's heads."""
+    """Store numbers [64] of a token's heads."""
     target = target_ptr + find_row_offset(token, num_heads) + head
     if WORK.full_tiles:
         gl.store(target, numbers)
@@ -91,9 +94,10 @@ def run_output_role(
 ):
     """Accumulate half of what the program has of the output, normalise, rotate back and store.
 
-    Consumes ``p_ready`` and, with one program a tile, ``p_go``; produces ``p_free`` and,
-    together with the other output role, ``k_free``. The role with the first
-    dimensions (SIDE 0) also stores lse and max_logits.
+    Consumes ``p_ready`` and, with one program a tile, ``p_go``; produces ``p_free`` and, together
+    with the other output role, ``k_free``. The role with the first dimensions (SIDE 0) also stores
+    lse and max_logits; with two programs a tile it first takes the score scales from the query
+    (``k_ready``) and hands them to the score role (``p_go``).
     """
     (
         k_smem,
@@ -200,11 +204,11 @@ def run_output_role(
                 sink = gl.load(sink_ptr + gl.minimum(head, num_heads - 1))
         if ROTATES:
             prefetch_angles(table_ptr, stride_table, angles)
-        empty = total == 0.0
+        empty = total == 0.0  # [64]
         divisor = gl.where(empty, 1.0, total)
-        lse2 = running_max + gl.log2(divisor)
-        lse = gl.where(empty, -float("inf"), lse2 * LN_2)
-        factor = gl.where(empty, 0.0, 1.0 / divisor)
+        lse2 = running_max + gl.log2(divisor)  # [64]
+        lse = gl.where(empty, -float("inf"), lse2 * LN_2)  # [64]
+        factor = gl.where(empty, 0.0, 1.0 / divisor)  # [64]
         if END.has_sink:
             # An empty row keeps the factor 0: -inf - (-inf) would be NaN. One rounding in both
             # roles, of which one stores lse: which one has a dimension depends on the batch.

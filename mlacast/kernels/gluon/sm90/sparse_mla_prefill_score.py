@@ -43,7 +43,7 @@ def take_query(
     S: gl.constexpr,
     QUERY: gl.constexpr,
 ):
-    """Rotate a tile's query [64, 512], which leaves its slot of the ring.
+    """Rotate a tile's query [64, 512], which leaves its slot of the ring (``is_free``).
 
     Returns:
         its first 256 dimensions and the next 128, operands of products; the others are in
@@ -51,21 +51,21 @@ def take_query(
     """
     Q: gl.constexpr = gl.DotOperandLayout(0, S, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, S)
-    q_rope = query.slice(448, 64, dim=1).load(Q)
+    q_rope = query.slice(448, 64, dim=1).load(Q)  # [64, 64]
     if QUERY.has_norm:
         squares = sum_squares(q_rope, ROW)
     if QUERY.is_rotated:
         q_rope = gl.convert_layout(rotate(q_rope, cos, sin, QUERY.half_pairing), Q)
     q_smem.slice(64, 64, dim=1).store(q_rope)
-    q_part = query.slice(384, 64, dim=1).load(Q)
+    q_part = query.slice(384, 64, dim=1).load(Q)  # [64, 64]
     if QUERY.has_norm:
         squares += sum_squares(q_part, ROW)
     q_smem.slice(0, 64, dim=1).store(q_part)
     fence_async_shared()
-    q_left = query.slice(0, 256, dim=1).load(Q)
-    q_middle = query.slice(256, 128, dim=1).load(Q)
+    q_left = query.slice(0, 256, dim=1).load(Q)  # [64, 256]
+    q_middle = query.slice(256, 128, dim=1).load(Q)  # [64, 128]
     mbarrier.arrive(is_free, count=2)
-    score_scale = gl.full((BLOCK_H,), 0.0, gl.float32, ROW) + score_scale_log2
+    score_scale = gl.full((BLOCK_H,), 0.0, gl.float32, ROW) + score_scale_log2  # [64]
     if QUERY.has_norm:
         # The norm is one factor per head, so it joins the score scale; meanwhile the first keys
         # arrive.
@@ -96,15 +96,15 @@ def fold_scores(
         weights [64, 64] bfloat16, the factor alpha [64] of everything before, the new base and the
         new maximum [64] (base 2) and the new partial sums [64, 4], one per thread of a quad.
     """
-    new_max = gl.maximum(running_max, gl.max(s, 1) * score_scale)
+    new_max = gl.maximum(running_max, gl.max(s, 1) * score_scale)  # [64]
     new_base = new_max
     if not LAST:
         new_base = gl.where(new_max > base + LAZINESS, new_max, base)
     # -inf - -inf is NaN: shift by 0 while nothing valid has been seen.
     shift = gl.where(new_base == -float("inf"), 0.0, new_base)
-    p = gl.exp2(s * score_scale[:, None] - shift[:, None])
+    p = gl.exp2(s * score_scale[:, None] - shift[:, None])  # [64, 64]
     # What came before a row's first key is zero and needs no factor.
-    alpha = gl.where(base == -float("inf"), 1.0, gl.exp2(base - shift))
+    alpha = gl.where(base == -float("inf"), 1.0, gl.exp2(base - shift))  # [64]
     by_quad = gl.sum(gl.sum(gl.reshape(p, (64, 8, 4, 2)), 3), 1)
     by_quad = gl.convert_layout(by_quad, PARTIAL, assert_trivial=True)
     rescale = gl.convert_layout(alpha, gl.SliceLayout(1, PARTIAL))
@@ -114,7 +114,10 @@ def fold_scores(
 
 @gluon.jit
 def _publish_weights(p, alpha, p_smem, alpha_smem, p_ready, p_free, count):
-    """Hand weights and rescale factors of block ``count`` to the output roles."""
+    """Hand weights [64, 64] and rescale factors [64] of block ``count`` to the output roles.
+
+    Consumes ``p_free``, produces ``p_ready``.
+    """
     buffer = count & 1
     mbarrier.wait(p_free.index(buffer), ((count >> 1) & 1) ^ 1)
     p_smem.index(buffer).store(p)
@@ -137,7 +140,10 @@ def publish_last(
     count,
     WORK: gl.constexpr,
 ):
-    """Hand over a tile's last block ``count``, with the sums and maxima of its rows."""
+    """Hand over a tile's last block ``count``, with the sums and maxima of its rows.
+
+    Consumes ``p_free``, produces ``p_ready`` and, with one program a tile, ``p_go``.
+    """
     ROW: gl.constexpr = alpha.type.layout
     # The last block is here, and with it what the gather role knows of the whole tile.
     alive = has_marked(alive_row)
@@ -184,10 +190,10 @@ def run_score_role(
 ):
     """Scores and softmax of every tile.
 
-    Consumes ``k_ready``; frees the query's slot (``k_free``) itself. Produces per block ``p_ready``
-    (weights stored) and ``p_go`` (weights may be multiplied: released only when the next scores are
-    nearly done, so that P V overlaps the softmax and does not starve Q K^T). The last block of a
-    tile brings the sums and maxima of its rows.
+    Consumes ``k_ready`` and ``p_free``; frees the query's slot (``k_free``) itself. Produces per
+    block ``p_ready`` (weights stored) and ``p_go`` (weights may be multiplied: released only when
+    the next scores are nearly done, so that P V overlaps the softmax and does not starve Q K^T).
+    The last block of a tile brings the sums and maxima of its rows.
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     Q: gl.constexpr = gl.DotOperandLayout(0, S, 2)
@@ -232,9 +238,9 @@ def run_score_role(
         zeros = gl.zeros((64, 64), gl.float32, S)
         bias = gl.broadcast(bias_smem.index(slot).load(COLUMN)[None, :], zeros)[0]  # [64, 64]
         s = start_scores(q_left, q_middle, q_smem, k_smem.index(slot), bias)
-        running_max = gl.full((BLOCK_H,), -float("inf"), gl.float32, ROW)
+        running_max = gl.full((BLOCK_H,), -float("inf"), gl.float32, ROW)  # [64]
         base = running_max
-        partial_sum = gl.full((BLOCK_H, 4), 0.0, gl.float32, PARTIAL)
+        partial_sum = gl.full((BLOCK_H, 4), 0.0, gl.float32, PARTIAL)  # [64, 4]
         s = warpgroup_mma_wait(0, deps=[s])
         for _ in range(num_blocks - 1):
             p, alpha, base, running_max, partial_sum = fold_scores(

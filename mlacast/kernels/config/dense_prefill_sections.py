@@ -1,4 +1,4 @@
-"""Sections of a batch whose keys and values fit into L2 together."""
+"""The launch of the Hopper dense prefill: sections whose keys and values fit into L2 together."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 # Of the 50 MB of L2 that every GPU of this architecture has, or nearly.
 _SECTION_BYTES = 45_000_000
 _KEY_BYTES = (192 + 128) * 2
+# Rows of a tile, as in ``dense_mla_prefill_tiles``.
+_TILE_M = 128
 # A section's sequences are counted in the registers of one warp.
 MAX_SECTION_SEQUENCES = 128
 
@@ -26,6 +28,55 @@ class Sections:
     head_sections: int
     sequences: int
     heads: int
+
+
+@dataclass(frozen=True)
+class HopperPrefillPlan:
+    """How the Hopper dense prefill is launched.
+
+    Attributes:
+        sections: The order of its tiles.
+        sequences_at_once: Sequences that a warp counts at once.
+        num_programs: Programs that take tiles in turn.
+        heads_per_key_head: Heads of the query that share one of the keys.
+        group_heads: Heads of 128 in a group of the output.
+    """
+
+    sections: Sections
+    sequences_at_once: int
+    num_programs: int
+    heads_per_key_head: int
+    group_heads: int
+
+
+def hopper_prefill_plan(
+    num_rows: int,
+    num_keys: int,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    features: int,
+    multiprocessors: int,
+) -> HopperPrefillPlan:
+    """Plan a launch; pure.
+
+    Args:
+        num_rows: Rows of the query.
+        num_keys: Keys of all sequences.
+        batch: Sequences.
+        heads: Heads of the query.
+        kv_heads: Heads of the keys, a divisor of those.
+        features: Elements of a token in a group of the output.
+        multiprocessors: Programs that run at a time.
+    """
+    sections = choose_sections(batch, num_keys, heads, kv_heads)
+    return HopperPrefillPlan(
+        sections,
+        sequences_at_once(sections),
+        count_programs(num_rows, batch, heads, _TILE_M, multiprocessors),
+        heads // kv_heads,
+        features // 128,
+    )
 
 
 def count_programs(num_rows: int, batch: int, heads: int, tile_m: int, limit: int) -> int:

@@ -1,0 +1,209 @@
+"""What launchers pass on, by hand: tiles, programs and numbers, chosen by pure functions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from mlacast.kernels.config import sparse_attention
+from mlacast.kernels.config.caches import RopeConfig, RopePlan, rope_quantize_plan
+from mlacast.kernels.config.decode_metadata import metadata_config
+from mlacast.kernels.config.dense_prefill import PrefillConfig, prefill_plan, score_scale
+from mlacast.kernels.config.dense_prefill_sections import Sections, hopper_prefill_plan
+from mlacast.kernels.config.grouped_out_project import plan_product
+from mlacast.kernels.config.hopper_grouped_out_project import (
+    TWO_LOADERS,
+    VARIANTS,
+    ProductConfig,
+    ProductPlan,
+    product_plan,
+)
+from mlacast.kernels.config.merge_attention_states import MergeConfig, MergePlan, merge_plan
+from mlacast.kernels.config.output import OutputConfig
+from mlacast.kernels.config.sparse_attention import (
+    PortableDecodePlan,
+    PrefillPlan,
+    PrefillWork,
+    TileConfig,
+    WorkConfig,
+    portable_decode_plan,
+    prefill_576_plan,
+)
+from mlacast.kernels.config.v_up_project import v_up_config
+
+LARGE = 227 << 10
+GPU = torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("batch", "program"),
+    [(0, (64, 1)), (64, (64, 1)), (65, (1024, 4)), (1025, (8192, 16)), (8192, (8192, 16))],
+)
+def test_the_program_of_decode_metadata_holds_the_batch(
+    batch: int, program: tuple[int, int]
+) -> None:
+    assert metadata_config(batch) == program
+
+
+def test_no_program_of_decode_metadata_holds_more() -> None:
+    with pytest.raises(AssertionError, match="larger batches"):
+        metadata_config(8193)
+
+
+@pytest.mark.parametrize(
+    ("num_splits", "plan"),
+    [
+        # 132 multiprocessors have 32 programs of an un-split launch four times, and a bit.
+        (None, PortableDecodePlan(TileConfig(32, 32, 4, 2), 4, 32)),
+        (7, PortableDecodePlan(TileConfig(32, 32, 4, 2), 7, 32)),
+        # 640 columns are 20 blocks.
+        (64, PortableDecodePlan(TileConfig(32, 32, 4, 2), 20, 32)),
+    ],
+)
+def test_a_portable_decode_has_no_more_splits_than_blocks(
+    num_splits: int | None, plan: PortableDecodePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sparse_attention, "num_multiprocessors", lambda device: 132)
+    assert portable_decode_plan(32, 24, 640, GPU, num_splits, False) == plan
+
+
+def test_programs_of_the_hopper_prefills() -> None:
+    shared = sparse_attention.prefill_plan(20, 128, 132)
+    assert shared == PrefillPlan(PrefillWork(2, True, 2), 80)
+    assert sparse_attention.prefill_plan(100, 65, 132) == ((2, False, 1), 132)
+    assert prefill_576_plan(20, 65, 132) == PrefillPlan(WorkConfig(2, False, False), 40)
+    assert prefill_576_plan(100, 128, 132) == ((2, True, False), 132)
+
+
+@pytest.mark.parametrize(
+    ("scale", "sign", "magnitude"), [(0.125, 1.0, 0.125), (-3.0, -1.0, 3.0), (0.0, 0.0, 1.0)]
+)
+def test_scores_have_a_positive_scale(scale: float, sign: float, magnitude: float) -> None:
+    """The product of both is the scale, in powers of two; that of 0 is any, times 0."""
+    query_sign, positive = score_scale(scale)
+    assert query_sign == sign
+    assert positive == magnitude * math.log2(math.e)
+    assert query_sign * positive == scale * math.log2(math.e)
+
+
+def test_a_plan_of_the_portable_dense_prefill() -> None:
+    """Two sequences of 100 tokens together: five tiles of 64 rows with what may lie around."""
+    plan = prefill_plan(100, 2, 8, 2, 64, 4096, -0.5, LARGE)
+    assert plan.config == PrefillConfig(64, 64, 4, 2)
+    assert plan[1:5] == (5, 40, 4, 8)
+    assert (plan.query_sign, plan.score_scale) == (-1.0, 0.5 * math.log2(math.e))
+
+
+def test_a_plan_of_the_hopper_dense_prefill() -> None:
+    """8 x 1024 tokens of 16 heads: all of a head fits, 8 tiles of each sequence and some more."""
+    plan = hopper_prefill_plan(8192, 8192, 8, 16, 16, 2048, 132)
+    assert plan.sections == Sections(total=3, head_sections=1, sequences=4, heads=16)
+    assert (plan.sequences_at_once, plan.num_programs) == (32, 132)
+    assert (plan.heads_per_key_head, plan.group_heads) == (1, 16)
+    few = hopper_prefill_plan(130, 100, 2, 8, 2, 512, 132)
+    assert few.num_programs == (130 // 128 + 3) * 8
+    assert (few.heads_per_key_head, few.group_heads) == (4, 4)
+
+
+def test_a_plan_of_the_merge() -> None:
+    """Blocks of 128 features: of 3 heads of 96 the third is not full, 8 fill a program."""
+    tile = MergeConfig(2, 96, 288, block_t=8, block_b=8, width=128, num_warps=8)
+    assert merge_plan(2, 17, 3, 96) == MergePlan(tile, num_blocks=3, num_programs=3)
+    full = tile._replace(parts=4, d=512, features=0)
+    assert merge_plan(4, 16, 128, 512) == MergePlan(full, num_blocks=512, num_programs=128)
+
+
+@pytest.mark.parametrize(
+    ("stride_latent", "stride_value", "is_wide"),
+    [
+        (128, 1, False),
+        (1, 512, False),
+        # A tile is 64 latent dimensions by 128 values.
+        (2**25 - 3, 1, False),
+        (2**25 - 2, 1, True),
+        (1, 2**24 - 1, False),
+        (1, 2**24, True),
+    ],
+)
+def test_tiles_of_far_weights_have_offsets_of_64_bits(
+    stride_latent: int, stride_value: int, is_wide: bool
+) -> None:
+    for tokens, block_m in ((64, 64), (65, 128)):
+        config = v_up_config(tokens, stride_latent, stride_value)
+        assert config == (block_m, 64, block_m // 16, 4, is_wide)
+
+
+def test_a_plan_of_rope_and_fp8() -> None:
+    """17 rows of queries, 3 of keys; and of values where they have columns."""
+    config = RopeConfig(rows=4, num_warps=4, pinned=True)
+    assert rope_quantize_plan(1, 17, 3, False) == RopePlan(config, 5, 1, 6)
+    assert rope_quantize_plan(1, 17, 3, True) == RopePlan(config, 5, 1, 7)
+    wide = RopeConfig(rows=8, num_warps=4)
+    assert rope_quantize_plan(100, 128, 1, True) == RopePlan(wide, 1600, 13, 1626)
+    assert rope_quantize_plan(1, 17, 3, False, wide) == RopePlan(wide, 3, 1, 4)
+
+
+def test_a_plan_of_the_hopper_projection() -> None:
+    """4 groups of 256 columns: 8 or 16 tiles of 64 rows on 132 multiprocessors."""
+    sizes = (64, 256, 4, 4096)
+    plan = product_plan(sizes, torch.int32, torch.int32, 132)
+    assert plan == ProductPlan(TWO_LOADERS, ProductConfig(32, 4, True, True), 16, 128)
+    plan = product_plan(sizes, torch.float32, torch.float32, 6)
+    assert plan.product == ProductConfig(32, 1, False, False)
+    assert (plan.variant, plan.num_programs, plan.max_registers) == (VARIANTS[1], 6, 168)
+    given = product_plan(sizes, torch.float32, torch.int32, 132, VARIANTS[0])
+    assert given == (VARIANTS[0], ProductConfig(32, 4, False, True), 8, 168)
+
+
+GROUPS_128 = OutputConfig(2, 128, 4096, False, 1e-10, 0)
+PACKED_32 = OutputConfig(4, 32, 4096, False, 1e-4, 0)
+TO_NVFP4 = OutputConfig(5, 16, 4096, False, 0.0, 64)
+META = torch.device("meta")
+
+
+@pytest.mark.parametrize(
+    ("weight", "device", "in_float32"),
+    [
+        (torch.bfloat16, "meta", False),
+        (torch.float8_e4m3fn, "meta", False),
+        # bfloat16 would round them.
+        (torch.float32, "meta", True),
+        (torch.float16, "meta", True),
+        (torch.bfloat16, "cpu", True),
+    ],
+)
+def test_numbers_are_multiplied_as_what_holds_them(
+    weight: torch.dtype, device: str, in_float32: bool
+) -> None:
+    weights = torch.empty(1, 1, 1, dtype=weight, device=device)
+    _, product = plan_product(TO_NVFP4, weights, None, True, 64)
+    assert product.in_float32 is in_float32
+
+
+@pytest.mark.parametrize(
+    ("source", "scales", "native", "multiplies_codes", "block_k"),
+    [
+        (GROUPS_128, torch.float32, True, True, 128),
+        (GROUPS_128, torch.float32, False, False, 64),
+        (GROUPS_128, None, True, False, 64),
+        (PACKED_32, torch.float32, True, True, 32),
+        (PACKED_32, torch.int32, True, False, 64),
+        (TO_NVFP4, None, True, False, 64),
+    ],
+)
+def test_codes_are_multiplied_where_scales_are_of_whole_blocks(
+    source: OutputConfig,
+    scales: torch.dtype | None,
+    native: bool,
+    multiplies_codes: bool,
+    block_k: int,
+) -> None:
+    weights = torch.empty(1, 1, 1, dtype=torch.float8_e4m3fn, device=META)
+    weight_sf = None if scales is None else torch.empty(1, 1, 1, dtype=scales, device=META)
+    variant, product = plan_product(source, weights, weight_sf, native, 64)
+    assert product.multiplies_codes is multiplies_codes
+    assert (variant.block_m, variant.block_n, variant.block_k) == (64, 64, block_k)
+    assert product.w_factor is (scales == torch.float32)
+    assert product.w_operand is (scales == torch.int32)
