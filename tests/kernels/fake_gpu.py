@@ -112,11 +112,12 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         s_q: int,
         h_q: int,
         width: int,
-        device: torch.device,
+        multiprocessors: int,
         num_splits: int | None,
         batch_invariant: bool,
     ) -> PortableDecodePlan:
-        return portable_decode_plan(s_q, h_q, width, device, num_splits or 3, batch_invariant)
+        splits = num_splits or 3
+        return portable_decode_plan(s_q, h_q, width, multiprocessors, splits, batch_invariant)
 
     monkeypatch.setattr(sparse_mla_decode, "portable_decode_plan", plan_three_splits)
     properties = SimpleNamespace(multi_processor_count=132)

@@ -7,7 +7,10 @@ import math
 import pytest
 import torch
 
+from mlacast.descriptors.out_format import Bf16
+from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.kernels.config import sparse_attention
+from mlacast.kernels.config.attention import PoolConfig, rows_config
 from mlacast.kernels.config.caches import RopeConfig, RopePlan, rope_quantize_plan
 from mlacast.kernels.config.decode_metadata import metadata_config
 from mlacast.kernels.config.dense_prefill import PrefillConfig, prefill_plan, score_scale
@@ -21,20 +24,23 @@ from mlacast.kernels.config.hopper_grouped_out_project import (
     product_plan,
 )
 from mlacast.kernels.config.merge_attention_states import MergeConfig, MergePlan, merge_plan
-from mlacast.kernels.config.output import OutputConfig
+from mlacast.kernels.config.output import OutputConfig, float32_config, output_config
 from mlacast.kernels.config.sparse_attention import (
+    HopperDecodePlan,
     PortableDecodePlan,
     PrefillPlan,
     PrefillWork,
     TileConfig,
     WorkConfig,
+    hopper_decode_plan,
+    plan_portable_decode,
     portable_decode_plan,
     prefill_576_plan,
 )
 from mlacast.kernels.config.v_up_project import v_up_config
 
 LARGE = 227 << 10
-GPU = torch.device("cuda")
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -63,10 +69,46 @@ def test_no_program_of_decode_metadata_holds_more() -> None:
     ],
 )
 def test_a_portable_decode_has_no_more_splits_than_blocks(
-    num_splits: int | None, plan: PortableDecodePlan, monkeypatch: pytest.MonkeyPatch
+    num_splits: int | None, plan: PortableDecodePlan
 ) -> None:
-    monkeypatch.setattr(sparse_attention, "num_multiprocessors", lambda device: 132)
-    assert portable_decode_plan(32, 24, 640, GPU, num_splits, False) == plan
+    assert portable_decode_plan(32, 24, 640, 132, num_splits, False) == plan
+
+
+@pytest.mark.parametrize(
+    ("num_splits", "plan"),
+    [
+        # Two tiles of 64 heads a token: 66 programs each, and ten blocks of 64 keys to share.
+        (None, HopperDecodePlan(WorkConfig(2, False, True), 10, 20, 20)),
+        # Twice 70 items are more than run at a time.
+        (70, HopperDecodePlan(WorkConfig(2, False, True), 70, 140, 132)),
+        (1, HopperDecodePlan(WorkConfig(2, False, False), 1, 2, 2)),
+    ],
+)
+def test_a_hopper_decode_has_no_more_programs_than_multiprocessors(
+    num_splits: int | None, plan: HopperDecodePlan
+) -> None:
+    assert hopper_decode_plan(1, 65, 640, 132, num_splits, False) == plan
+
+
+def test_plans_of_calls_are_made_of_the_multiprocessors_of_their_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One token of 16 heads and 20 blocks of 32 keys, of which a split takes two at least."""
+    monkeypatch.setattr(sparse_attention, "num_multiprocessors", {GPU: 132, CPU: 1}.__getitem__)
+    assert plan_portable_decode(1, 16, 640, GPU, False) == 10
+    assert plan_portable_decode(1, 16, 640, CPU, False) == 1
+
+
+@pytest.mark.parametrize("has_length", [False, True])
+def test_rows_are_a_pool_without_scales(has_length: bool) -> None:
+    lengths = torch.ones(3, dtype=torch.int32) if has_length else None
+    assert rows_config(lengths) == PoolConfig("rows", is_inline=False, has_length=has_length)
+
+
+def test_float32_rows_are_stored_as_plain_ones_of_one_group() -> None:
+    """As into a bfloat16 buffer whose one group is as wide; no group of either has a floor."""
+    plain = output_config(QuantizedTensor.empty(2, 1, 2048, Bf16()))
+    assert float32_config(2048) == plain._replace(amax_floor=0.0)
 
 
 def test_programs_of_the_hopper_prefills() -> None:

@@ -53,19 +53,21 @@ def test_e2m1_times_e4m3_is_exact_for_every_code_and_scale(unit: int, lane: int)
     from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import (
         _E4M3_FIRST,
         _E4M3_SECOND,
-        _e2m1_program,
-        _numbers_of_e4m3,
+        _write_e2m1_program,
+        _write_numbers_of_e4m3,
     )
 
     constants = [np.uint32(number) for number in (_E4M3_FIRST.value, _E4M3_SECOND.value)]
-    (multipliers,) = run(_numbers_of_e4m3(unit), 1, [_in_word(SCALES, unit, lane), *constants])
+    (multipliers,) = run(
+        _write_numbers_of_e4m3(unit), 1, [_in_word(SCALES, unit, lane), *constants]
+    )
     scale = _decoded(SCALES, "e4m3")
     for byte in range(4):
         # The other bytes of the word hold other codes.
         words = (CODES << np.uint32(8 * byte)) | (
             (CODES * np.uint32(0x01010101) ^ np.uint32(0xA55A3CC3)) & ~np.uint32(0xFF << (8 * byte))
         )
-        values = run(_e2m1_program(lane), 4, [words, multipliers])[byte]
+        values = run(_write_e2m1_program(lane), 4, [words, multipliers])[byte]
         with np.errstate(invalid="ignore"):
             even = _decoded(CODES & 0xF, "e2m1") * scale
             odd = _decoded(CODES >> 4, "e2m1") * scale
@@ -79,12 +81,12 @@ def test_e2m1_times_e4m3_is_exact_for_every_code_and_scale(unit: int, lane: int)
 def test_e4m3_times_ue8m0_is_rounded_once(unit: int, lane: int) -> None:
     from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import (
         _INFINITE_CODES,
-        _e4m3_program,
-        _powers_of_ue8m0,
+        _write_e4m3_program,
+        _write_powers_of_ue8m0,
     )
 
     limit = np.uint32(_INFINITE_CODES.value)
-    (multipliers,) = run(_powers_of_ue8m0(unit), 1, [_in_word(SCALES, unit, lane), limit])
+    (multipliers,) = run(_write_powers_of_ue8m0(unit), 1, [_in_word(SCALES, unit, lane), limit])
     expected = _decoded(CODES, "e4m3")
     # The NaN code is not recognised: it reads 480.
     expected[np.isnan(expected)] = 480.0
@@ -93,7 +95,7 @@ def test_e4m3_times_ue8m0_is_rounded_once(unit: int, lane: int) -> None:
     finite = SCALES <= 198
     for byte in range(4):
         words = (CODES << np.uint32(8 * byte)) | np.uint32(0xA55A3CC3 & ~(0xFF << (8 * byte)))
-        halves = run(_e4m3_program(lane), 2, [words, multipliers])[byte // 2]
+        halves = run(_write_e4m3_program(lane), 2, [words, multipliers])[byte // 2]
         halves = halves >> np.uint32(16 * (byte % 2))
         _assert_same(halves[finite], expected[finite])
         above = ~finite & ((CODES & 0x7F) != 0)

@@ -93,9 +93,10 @@ def find_split_blocks(total_blocks, split, num_splits):
 def _store_state(state, partials, split, heads):
     """Leave the `State` of a split in its `Partials`."""
     head = heads.start + tl.arange(0, state.acc.shape[0])  # [BLOCK_H]
+    # No scratch of 4 TB: splits times tokens can be counted in 32 bits.
     row = (split * heads.num_tokens + heads.token) * heads.num_heads + head  # [BLOCK_H]
-    d = tl.arange(0, 512)
-    mask = (head < heads.num_heads)[:, None] & (d >= 0)[None, :]
+    d = tl.arange(0, 512)  # [512]
+    mask = (head < heads.num_heads)[:, None] & (d >= 0)[None, :]  # [BLOCK_H, 512]
     tl.store(partials.out_ptr + row[:, None] * 512 + d[None, :], state.acc, mask=mask)
     tl.store(partials.max_ptr + row, state.running_max, mask=head < heads.num_heads)
     tl.store(partials.sum_ptr + row, state.running_sum, mask=head < heads.num_heads)
@@ -193,15 +194,15 @@ def combine_splits_kernel(
         maxima = tl.maximum(maxima, part_max)
     running_max = tl.max(maxima, 1)  # [BLOCK_H]
     # -inf - -inf is NaN: shift by 0 where no split has a key.
-    shift = tl.where(running_max == -float("inf"), 0.0, running_max)
+    shift = tl.where(running_max == -float("inf"), 0.0, running_max)  # [BLOCK_H]
     acc = tl.zeros((BLOCK_H, WIDTH), tl.float32)
     running_sum = tl.zeros((BLOCK_H,), tl.float32)
     for split in tl.range(0, num_splits, loop_unroll_factor=4):
-        part_row = split * step + row  # [BLOCK_H]
+        part_row = split * step + row  # [BLOCK_H], int64
         part_max = tl.load(partial_max_ptr + part_row, mask=in_range, other=-float("inf"))
-        part_sum = tl.load(partial_sum_ptr + part_row, mask=in_range, other=0.0)
+        part_sum = tl.load(partial_sum_ptr + part_row, mask=in_range, other=0.0)  # [BLOCK_H]
         part_out = partial_out_ptr + part_row[:, None] * 512 + d[None, :]  # [BLOCK_H, WIDTH]
-        part = tl.load(part_out, mask=mask, other=0.0)
+        part = tl.load(part_out, mask=mask, other=0.0)  # [BLOCK_H, WIDTH]
         weight = tl.exp2(part_max - shift)  # [BLOCK_H]
         acc += part * weight[:, None]
         running_sum += part_sum * weight

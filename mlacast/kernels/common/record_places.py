@@ -47,11 +47,11 @@ def find_record_places(
     a division costs more than all else that a row needs, in every arrangement of the rows over
     threads.
     """
-    slot = tl.where(valid, slot, 0).to(tl.uint32)
-    page = tl.umulhi(slot * 2, page_inverse.to(tl.uint32, bitcast=True)) >> page_shift
+    slot = tl.where(valid, slot, 0).to(tl.uint32)  # [ROWS]
+    page = tl.umulhi(slot * 2, page_inverse.to(tl.uint32, bitcast=True)) >> page_shift  # [ROWS]
     # With a sign, like the stride: one multiplication of 32 bits by 32.
-    page_start = page.to(tl.int32).to(tl.int64) * stride_page
-    offset = (slot - page * page_size).to(tl.int64)
+    page_start = page.to(tl.int32).to(tl.int64) * stride_page  # [ROWS], int64
+    offset = (slot - page * page_size).to(tl.int64)  # [ROWS], int64
     if RECORD.is_inline:
         data = page_start + offset * (RECORD.data + RECORD.scale)
         scale = data + RECORD.data

@@ -39,8 +39,8 @@ def _scale_columns(
 @triton.jit
 def _load_bf16_columns(cache_ptr, start, first: tl.constexpr, valid, D: tl.constexpr):
     """Columns ``first``.. of [BLOCK_N, D] as float32 from bfloat16 pairs of bytes at ``start``."""
-    columns = tl.arange(0, D)
-    inside = valid[:, None] & (columns >= first)[None, :]
+    columns = tl.arange(0, D)  # [D]
+    inside = valid[:, None] & (columns >= first)[None, :]  # [BLOCK_N, D]
     low = tl.load(
         cache_ptr + start[:, None] + (2 * (columns - first))[None, :], mask=inside, other=0
     )
@@ -65,9 +65,11 @@ def load_records(cache, page, offset, valid, POOL: tl.constexpr):
     stride_token = cache.stride_token
     # 64 bits: a cache of one page may be larger than 2**31 bytes.
     page_size = tl.cast(cache.page_size, tl.int64)
-    d = tl.arange(0, 512)
-    mask = valid[:, None] & (d >= 0)[None, :]
-    page_start = page * cache.stride_page  # [BLOCK_N]
+    d = tl.arange(0, 512)  # [512]
+    mask = valid[:, None] & (d >= 0)[None, :]  # [BLOCK_N, 512]
+    # ``start``, ``scale_start`` and ``footer`` are int64 [BLOCK_N], ``raw`` are the scales' bytes
+    # [BLOCK_N, n] at ``lane`` [n], ``codes`` and what comes of them [BLOCK_N, 512].
+    page_start = page * cache.stride_page  # [BLOCK_N], int64
     if FORMAT == "rows":
         start = page_start + offset * stride_token
         return tl.load(cache_ptr + start[:, None] + d[None, :], mask=mask, other=0.0)
@@ -107,7 +109,7 @@ def load_records(cache, page, offset, valid, POOL: tl.constexpr):
         lane = tl.arange(0, 32)
         scale_start = start + 256 if INLINE else page_start + page_size * 256 + offset * 32
         raw = _load_bytes(cache_ptr, scale_start, lane, valid[:, None] & (lane >= 0)[None, :])
-        half = tl.arange(0, 256)
+        half = tl.arange(0, 256)  # [256], of which two codes are a byte
         pairs = _load_bytes(cache_ptr, start, half, valid[:, None] & (half >= 0)[None, :]).to(
             tl.int32
         )
@@ -119,7 +121,7 @@ def load_records(cache, page, offset, valid, POOL: tl.constexpr):
         lane = tl.arange(0, 32)
         footer = page_start + page_size * 352 + offset * 32
         raw = _load_bytes(cache_ptr, footer, lane, valid[:, None] & (lane < 28)[None, :])
-        half = tl.arange(0, 256)
+        half = tl.arange(0, 256)  # [256], of which two codes are a byte
         pairs = _load_bytes(cache_ptr, start, half, valid[:, None] & (half < 224)[None, :]).to(
             tl.int32
         )
@@ -134,9 +136,9 @@ def load_rope_tail(cache, page, offset, valid, POOL: tl.constexpr):
     """Dimensions 512..575 of each token of a 576-wide format, [BLOCK_N, 64]."""
     FORMAT: tl.constexpr = POOL.record
     cache_ptr = cache.ptr
-    d = tl.arange(0, 64)
-    mask = valid[:, None] & (d >= 0)[None, :]
-    start = page * cache.stride_page + offset * cache.stride_token
+    d = tl.arange(0, 64)  # [64]
+    mask = valid[:, None] & (d >= 0)[None, :]  # [BLOCK_N, 64]
+    start = page * cache.stride_page + offset * cache.stride_token  # [BLOCK_N], int64
     if FORMAT == "rows":
         return tl.load(cache_ptr + start[:, None] + (512 + d)[None, :], mask=mask, other=0.0)
     elif FORMAT == "fp8":

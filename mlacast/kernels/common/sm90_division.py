@@ -156,7 +156,7 @@ def _make_finite():
 
 
 @gluon.constexpr_function
-def division_program(GROUP):
+def write_division(GROUP):
     """Divide a thread's 64 accumulators in place, one after the other.
 
     Infinite ones count as the largest number. Divisors are scales: their groups' largest

@@ -10,8 +10,8 @@ from triton.experimental.gluon import language as gl
 from mlacast.kernels.common.sm90_division import (
     DIVISION_OPERANDS,
     divide_by_448,
-    division_program,
     invert_normal,
+    write_division,
 )
 from mlacast.kernels.common.sm90_quads import (
     choose_larger_or_nan,
@@ -86,7 +86,7 @@ def _divide(pairs, divisor, GROUP: gl.constexpr):
         divisors = _put_beside(divisor, pairs)
         reciprocals = _put_beside(reciprocal, pairs)
     return gl.inline_asm_elementwise(
-        division_program(GROUP),
+        write_division(GROUP),
         DIVISION_OPERANDS,
         [pairs, divisors, reciprocals],
         dtype=gl.float32,
@@ -121,13 +121,14 @@ def find_group_scales(
     pairs = _view_pairs(x, OUTPUT.group)  # [64, groups, steps, 4, 2]
     amax = _find_group_max(pairs, OUTPUT.group)  # [64, 1] or [64, 4]
     ROW: gl.constexpr = gl.SliceLayout(1, amax.type.layout)
-    per_head = gl.convert_layout(factor, ROW, assert_trivial=True)[:, None]
+    per_head = gl.convert_layout(factor, ROW, assert_trivial=True)[:, None]  # [64, 1]
     if OUTPUT.kind != FP8_FLOAT32:
         # Rounding keeps order, so this is the amax of the products.
         amax = amax * gl.abs(per_head)
     if MASKED:
         is_alive = gl.convert_layout(alive, ROW, assert_trivial=True)[:, None] != 0
         amax = gl.where(gl.broadcast(is_alive, amax)[0], amax, 0.0)
+    # Like ``amax`` from here on: floors, exponents, scales.
     has_nan = amax != amax
     floored = gl.maximum(amax, OUTPUT.amax_floor)
     if OUTPUT.kind == FP8_FLOAT32:

@@ -64,8 +64,8 @@ def pack_e4m3(x, alive, MASKED: gl.constexpr):
     ``alive`` (int32 [64]) is all ones, or zero in rows whose codes are zero whatever ``x`` holds.
     """
     steps = gl.permute(gl.reshape(x, (64, 4, 2, 2, 4, 2)), (0, 1, 4, 5, 3, 2))
-    first, second = gl.split(steps)
-    step0, step1 = gl.split(first)
+    first, second = gl.split(steps)  # [64, 4, 4, 2, 2] each
+    step0, step1 = gl.split(first)  # [64, 4, 4, 2] each, like the words
     step2, step3 = gl.split(second)
     LAYOUT: gl.constexpr = step0.type.layout
     lane = hide_value(

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.constexpr_function
-def _program(COUNT):
+def _write_program(COUNT):
     """Per warp: multiply a thread's accumulators, or do nothing when every factor is one.
 
     ``$COUNT``.. are the accumulators again, the thread's two rows have the factors
@@ -21,7 +21,7 @@ def _program(COUNT):
 
 
 @gluon.constexpr_function
-def _operands(COUNT):
+def _list_operands(COUNT):
     """Accumulators in place, then the factor of each."""
     return ",".join(["=f"] * COUNT + [str(i) for i in range(COUNT)] + ["f"] * COUNT)
 
@@ -33,8 +33,8 @@ def rescale(o, alpha, COUNT: gl.constexpr):
     Nearly always every factor is one, and skipping the products saves energy.
     """
     return gl.inline_asm_elementwise(
-        _program(COUNT),
-        _operands(COUNT),
+        _write_program(COUNT),
+        _list_operands(COUNT),
         [o, alpha[:, None]],
         dtype=gl.float32,
         is_pure=False,

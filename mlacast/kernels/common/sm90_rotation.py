@@ -109,7 +109,7 @@ def split_pairs(x, HALF_PAIRING: gl.constexpr):
 
 @gluon.jit
 def join_pairs(first, second, HALF_PAIRING: gl.constexpr):
-    """Inverse of ``split_pairs``."""
+    """Inverse of ``split_pairs``: [64, 64] of two [64, 32]."""
     pairs = gl.join(first, second)
     if HALF_PAIRING:
         pairs = gl.permute(pairs, (0, 2, 1))
@@ -149,7 +149,7 @@ def prefetch_angles(table_ptr, stride_table, table_row):
 
 @gluon.jit
 def _turn(first, second, cos, sin):
-    """``first * cos + second * sin`` and ``second * cos - first * sin``.
+    """``first * cos + second * sin`` and ``second * cos - first * sin``, of pairs [64, 32].
 
     Which product of a sum is rounded by itself is said, not left to the compiler: kernels that
     share a row's bits, one and two programs a tile of a prefill, would differ in it.
@@ -177,7 +177,7 @@ def split_halves(x, N: gl.constexpr):
 
 @gluon.jit
 def rotate_back(x, cos, sin, HALF_PAIRING: gl.constexpr):
-    """Rotate the last 64 of 128 columns by the negative angles; ``cos`` and ``sin`` are [1, 32]."""
+    """Rotate the last 64 columns of [64, 128] by the negative angles; ``cos``, ``sin`` [1, 32]."""
     plain, rope = split_halves(x, 128)
     first, second = split_pairs(rope, HALF_PAIRING)
     turned_first, turned_second = _turn(first, second, cos, sin)
@@ -188,6 +188,6 @@ def rotate_back(x, cos, sin, HALF_PAIRING: gl.constexpr):
 
 @gluon.jit
 def sum_squares(x, ROW: gl.constexpr):
-    """Sum over the columns of a bfloat16 tile in float32."""
+    """Sums [64] over the columns of a bfloat16 tile [64, n], in float32."""
     wide = x.to(gl.float32)
     return gl.convert_layout(gl.sum(wide * wide, 1), ROW)

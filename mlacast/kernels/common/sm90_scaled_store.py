@@ -28,9 +28,9 @@ def _store_rows(
     FULL_TILES: gl.constexpr,
     PER_VALUE: gl.constexpr,
 ):
-    """Store values of ``PER_VALUE`` dimensions each, from ``FIRST`` on, into the token's row.
+    """Store values [64, 128 / PER_VALUE], of dimensions ``FIRST``.., into the token's row.
 
-    Codes leave as words of four bytes.
+    A value has ``PER_VALUE`` dimensions. Codes leave as words of four bytes.
     """
     WORD: gl.constexpr = 1 if PER_VALUE == 1 else 4
     if WORD == 4:
@@ -41,7 +41,7 @@ def _store_rows(
     CHUNK: gl.constexpr = 32 // PER_VALUE
     HEAD_STEP: gl.constexpr = CHUNK if OUTPUT.chunk32 else 512 // PER_VALUE
     head = head_start + hide_rows(gl.SliceLayout(1, LAYOUT))  # [64]
-    column = FIRST // PER_VALUE + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+    column = FIRST // PER_VALUE + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))  # [COLUMNS]
     if OUTPUT.chunk32:
         column = (column // CHUNK) * (HEADS * CHUNK) + column % CHUNK
     rows = find_aligned_offset(head // HEADS, stride_group // WORD) + (head % HEADS) * HEAD_STEP
@@ -66,16 +66,20 @@ def _store_scales(
     FULL_TILES: gl.constexpr,
     OUTPUT: gl.constexpr,
 ):
-    """Store scales [64, n] of heads and blocks; those of blocks of 64 come, and leave, twice."""
+    """Store scales [64, n] of heads and blocks; those of blocks of 64 come, and leave, twice.
+
+    Those of a token's group are less than 2**31 apart (``scales:far_apart`` in ``ops.layout``), so
+    that within it 32 bits are enough.
+    """
     GROUP: gl.constexpr = OUTPUT.group
     HEADS: gl.constexpr = OUTPUT.features // 512
     LAYOUT: gl.constexpr = scales.type.layout
     COPIES: gl.constexpr = 2 if GROUP == 64 else 1
     head = head_start + hide_rows(gl.SliceLayout(1, LAYOUT))  # [64]
     place = hide_value(gl.arange(0, scales.shape[1], gl.SliceLayout(0, LAYOUT)))  # [n]
-    block = FIRST // GROUP + place // COPIES
-    within = head % HEADS
-    group = (head // HEADS).to(gl.int64) * stride_group
+    block = FIRST // GROUP + place // COPIES  # [n]
+    within = head % HEADS  # [64]
+    group = (head // HEADS).to(gl.int64) * stride_group  # [64], int64
     if OUTPUT.kind == FP8_UE8M0:
         # Scale ``index`` of a group is byte index % 4 of word index // 4.
         if not OUTPUT.chunk32:
@@ -121,7 +125,7 @@ def _store_nvfp4(
     FULL_TILES: gl.constexpr,
     OUTPUT: gl.constexpr,
 ):
-    """Store what ``quantise_to_nvfp4`` returns: words of codes, and scales of both halves.
+    """Store what ``quantise_to_nvfp4`` returns: words of codes [64, 16], scales of both halves.
 
     ``row`` counts from ``row_start``, a row of the buffer; scales of ``padding_rows`` behind it are
     zeroed.

@@ -48,6 +48,7 @@ def _store_codes(
     if PER_CODE == 8:
         data_ptr = data_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
         stride_group = stride_group // 4
+    # [heads]
     head = head_start + hide_value(gl.arange(0, codes.shape[0], gl.SliceLayout(1, LAYOUT)))
     d = FIRST // PER_CODE + gl.arange(0, codes.shape[1], gl.SliceLayout(0, LAYOUT))  # [n]
     if CHUNK32:
@@ -73,16 +74,21 @@ def _store_scales(
     FIRST: gl.constexpr,
     OUTPUT: gl.constexpr,
 ):
-    """Store one scale per head and block [heads, n / group]."""
+    """Store one scale per head and block [heads, n / group].
+
+    Those of a token's group are less than 2**31 apart (``scales:far_apart`` in ``ops.layout``), so
+    that within it 32 bits are enough.
+    """
     GROUP: gl.constexpr = OUTPUT.group
     HEADS: gl.constexpr = OUTPUT.features // 512
     BLOCK_H: gl.constexpr = scales.shape[0]
     BLOCKS: gl.constexpr = scales.shape[1]
     LAYOUT: gl.constexpr = scales.type.layout
+    # [heads], and [n / group].
     head = head_start + hide_value(gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT)))
     block = FIRST // GROUP + hide_value(gl.arange(0, BLOCKS, gl.SliceLayout(0, LAYOUT)))
     within = head % HEADS  # [heads]
-    group = (head // HEADS).to(gl.int64) * stride_group
+    group = (head // HEADS).to(gl.int64) * stride_group  # [heads], int64
     mask = (head < num_heads)[:, None] & (block >= 0)[None, :]  # [heads, n / group]
     if OUTPUT.kind == FP8_UE8M0:
         # Scale ``index`` of a group is byte index % 4 of word index // 4.

@@ -76,7 +76,10 @@ def load_scales(sm_scale, v_scale, sm_scale_ptr, v_scale_ptr, SCALES: tl.constex
 
 @triton.jit
 def _find_query_offsets(head, d, stride_q_head, num_heads, CHUNK16: tl.constexpr):
-    """Offsets [BLOCK_H, n] of dimensions ``d`` within a token."""
+    """Offsets [BLOCK_H, n] of dimensions ``d`` [n] of heads [BLOCK_H] within a token.
+
+    A token in CHUNK16 order is contiguous, 512 elements a head: 32 bits are enough.
+    """
     if CHUNK16:
         offsets = (d // 16)[None, :] * (num_heads * 16) + head[:, None] * 16 + (d % 16)[None, :]
     else:
@@ -124,6 +127,7 @@ def load_query(
     )  # [BLOCK_H, 512]
     if QUERY.is_rotated and QUERY.d_qk == 512:
         partner = find_partner_column(d, 512, QUERY.half_pairing)  # [512]
+        # [BLOCK_H, 512]
         partners = _find_query_offsets(head, partner, stride_q_head, num_heads, QUERY.chunk16)
         q = load_rotated(base, offsets, partners, mask, angles, 512, QUERY.half_pairing)
     else:
@@ -138,7 +142,7 @@ def load_query(
         tail_d = tl.arange(0, 64)  # [64]
         tail_mask = (head < num_heads)[:, None] & (tail_d >= 0)[None, :]
         tail_rows = head.to(tl.int64)[:, None] * stride_q_head  # [BLOCK_H, 1]
-        tail_offsets = tail_rows + (512 + tail_d)[None, :]
+        tail_offsets = tail_rows + (512 + tail_d)[None, :]  # [BLOCK_H, 64]
         if QUERY.is_rotated:
             partners = (
                 tail_rows + (512 + find_partner_column(tail_d, 64, QUERY.half_pairing))[None, :]
@@ -179,8 +183,8 @@ def attend_block(
     scores = tl.where(valid[None, :], scores * query.score_scale[:, None], -float("inf"))
     new_max = tl.maximum(running_max, tl.max(scores, 1))  # [BLOCK_H]
     # -inf - -inf is NaN: shift by 0 while nothing valid has been seen.
-    shift = tl.where(new_max == -float("inf"), 0.0, new_max)
-    alpha = tl.exp2(running_max - shift)
+    shift = tl.where(new_max == -float("inf"), 0.0, new_max)  # [BLOCK_H]
+    alpha = tl.exp2(running_max - shift)  # [BLOCK_H]
     weights = tl.exp2(scores - shift[:, None])  # [BLOCK_H, BLOCK_N]
     running_sum = running_sum * alpha + tl.sum(weights, 1)
     acc = tl.dot(weights.to(q.dtype), k, acc * alpha[:, None], input_precision="ieee")
@@ -211,11 +215,11 @@ def attend_pool(
     lane = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     for block in range(first_block, last_block):
         column = block * BLOCK_N + lane  # [BLOCK_N]
-        slot = tl.load(indices_ptr + column, mask=column < length, other=-1)
+        slot = tl.load(indices_ptr + column, mask=column < length, other=-1)  # [BLOCK_N]
         valid = (slot >= 0) & (slot < num_slots)  # [BLOCK_N]
         slot = tl.where(valid, slot, 0).to(tl.int64)
         page = slot // cache.page_size  # [BLOCK_N], int64
-        offset = slot - page * cache.page_size
+        offset = slot - page * cache.page_size  # [BLOCK_N], int64
         acc, running_max, running_sum = attend_block(
             query, acc, running_max, running_sum, cache, page, offset, valid, QUERY, POOL
         )

@@ -1,1 +1,1 @@
-"""Tile sizes and heuristics: pure functions of shape and device."""
+"""Tile sizes and heuristics: pure functions of shapes and of numbers read off the device."""

@@ -98,6 +98,11 @@ def query_config(
     )
 
 
+def rows_config(lengths: torch.Tensor | None = None) -> PoolConfig:
+    """Describe plain rows, which are no cache, and the lengths of the index lists over them."""
+    return PoolConfig("rows", has_length=lengths is not None)
+
+
 def pool_config(kv_format: KvFormat, lengths: torch.Tensor | None = None) -> PoolConfig:
     """Describe a cache and the lengths of its index lists."""
     return PoolConfig(

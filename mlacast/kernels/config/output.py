@@ -43,6 +43,13 @@ def output_config(out: QuantizedTensor) -> OutputConfig:
     )
 
 
+def float32_config(features: int) -> OutputConfig:
+    """Describe float32 rows of ``features`` numbers, which kernels store as they do plain ones."""
+    return OutputConfig(
+        kind=0, group=512, features=features, chunk32=False, amax_floor=0.0, sf_column_tiles=0
+    )
+
+
 def _kind(out: QuantizedTensor) -> int:
     if isinstance(out.format, Bf16):
         return 0

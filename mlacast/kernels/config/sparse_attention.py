@@ -168,7 +168,7 @@ def tile_config(num_heads: int) -> TileConfig:
 
 
 def choose_num_splits(
-    programs: int, width: int, block_n: int, device: torch.device, batch_invariant: bool
+    programs: int, width: int, block_n: int, multiprocessors: int, batch_invariant: bool
 ) -> int:
     """Pick how many programs share one row of indices.
 
@@ -176,13 +176,13 @@ def choose_num_splits(
         programs: Programs of an un-split launch.
         width: Index columns of both lists.
         block_n: Keys per block.
-        device: Device of the launch.
+        multiprocessors: Programs that run at a time, if one fills a multiprocessor.
         batch_invariant: Decide by ``width`` alone, so a row is cut the same way in every batch.
     """
     blocks = max(1, -(-width // block_n))
     if batch_invariant:
         return min(-(-blocks // 4), 16)
-    return max(1, min(num_multiprocessors(device) // max(programs, 1), -(-blocks // 2), 32))
+    return max(1, min(multiprocessors // max(programs, 1), -(-blocks // 2), 32))
 
 
 def choose_decode_splits(
@@ -210,17 +210,29 @@ def plan_portable_decode(
     s_q: int, h_q: int, width: int, device: torch.device, batch_invariant: bool
 ) -> int:
     """Splits that the portable decode picks for ``width`` index columns of both lists."""
-    config = tile_config(h_q)
-    programs = s_q * -(-h_q // config.block_h)
-    return choose_num_splits(programs, width, config.block_n, device, batch_invariant)
+    return _portable_splits(s_q, h_q, width, num_multiprocessors(device), batch_invariant)
 
 
 def plan_hopper_decode(
     s_q: int, h_q: int, width: int, device: torch.device, batch_invariant: bool
 ) -> int:
     """Splits that the Hopper decode picks for ``width`` index columns of both lists."""
+    return _hopper_splits(s_q, h_q, width, num_multiprocessors(device), batch_invariant)
+
+
+def _portable_splits(
+    s_q: int, h_q: int, width: int, multiprocessors: int, batch_invariant: bool
+) -> int:
+    config = tile_config(h_q)
+    programs = s_q * -(-h_q // config.block_h)
+    return choose_num_splits(programs, width, config.block_n, multiprocessors, batch_invariant)
+
+
+def _hopper_splits(
+    s_q: int, h_q: int, width: int, multiprocessors: int, batch_invariant: bool
+) -> int:
     tiles, blocks = s_q * -(-h_q // 64), -(-width // 64)
-    return choose_decode_splits(tiles, blocks, num_multiprocessors(device), batch_invariant)
+    return choose_decode_splits(tiles, blocks, multiprocessors, batch_invariant)
 
 
 class HopperDecodePlan(NamedTuple):
@@ -257,28 +269,28 @@ def hopper_decode_plan(
     s_q: int,
     h_q: int,
     width: int,
-    device: torch.device,
+    multiprocessors: int,
     num_splits: int | None,
     batch_invariant: bool,
 ) -> HopperDecodePlan:
     """Plan a launch over ``width`` index columns of both lists; ``num_splits`` as in the call."""
-    splits = num_splits or plan_hopper_decode(s_q, h_q, width, device, batch_invariant)
+    splits = num_splits or _hopper_splits(s_q, h_q, width, multiprocessors, batch_invariant)
     work = work_config(h_q, splits)
     items = s_q * work.head_blocks * splits
-    return HopperDecodePlan(work, splits, items, min(items, num_multiprocessors(device)))
+    return HopperDecodePlan(work, splits, items, min(items, multiprocessors))
 
 
 def portable_decode_plan(
     s_q: int,
     h_q: int,
     width: int,
-    device: torch.device,
+    multiprocessors: int,
     num_splits: int | None,
     batch_invariant: bool,
 ) -> PortableDecodePlan:
     """Plan a launch over ``width`` index columns of both lists; ``num_splits`` as in the call."""
     tiles = tile_config(h_q)
-    splits = num_splits or plan_portable_decode(s_q, h_q, width, device, batch_invariant)
+    splits = num_splits or _portable_splits(s_q, h_q, width, multiprocessors, batch_invariant)
     # No more splits than blocks; but two stay two, so that a narrower list runs the same variant.
     splits = min(splits, max(-(-width // tiles.block_n), 2))
     return PortableDecodePlan(tiles, splits, s_q * -(-h_q // tiles.block_h))

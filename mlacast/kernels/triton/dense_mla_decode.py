@@ -36,7 +36,7 @@ from mlacast.kernels.common.sparse_attention import (
 from mlacast.kernels.common.store import Target
 from mlacast.kernels.common.targets import store_target
 from mlacast.kernels.config.attention import end_config, pool_config, query_config
-from mlacast.kernels.config.sparse_attention import portable_decode_plan
+from mlacast.kernels.config.sparse_attention import num_multiprocessors, portable_decode_plan
 
 # Counts and strides that vary while serving must not pick another variant of the kernel.
 _VARYING = [
@@ -148,10 +148,10 @@ def _dense_mla_decode_kernel(
     cache = Cache(cache_ptr, stride_page, stride_slot, page_size)
     for block in range(first, last):
         position = block * BLOCK_N + lane  # [BLOCK_N]
-        entry = position // page_size
+        entry = position // page_size  # [BLOCK_N]
         page = tl.load(table + entry, mask=position < length, other=-1)  # [BLOCK_N]
         valid = (page >= 0) & (page < num_pages)  # [BLOCK_N]
-        page = tl.where(valid, page, 0).to(tl.int64)
+        page = tl.where(valid, page, 0).to(tl.int64)  # [BLOCK_N], int64
         offset = (position - entry * page_size).to(tl.int64)  # [BLOCK_N], int64
         acc, running_max, running_sum = attend_block(
             query, acc, running_max, running_sum, cache, page, offset, valid, QUERY, POOL
@@ -209,7 +209,9 @@ def launch_dense_mla_decode(
     target = store_target(out)
     launches = Launches(q.device, target)
     width = page_table.shape[1] * k_cache.shape[1]
-    plan = portable_decode_plan(num_tokens, num_heads, width, q.device, num_splits, False)
+    plan = portable_decode_plan(
+        num_tokens, num_heads, width, num_multiprocessors(q.device), num_splits, False
+    )
     tiles, splits, programs = plan
     partials = split_places(splits, num_tokens * num_heads, lse, None, launches)
     # Sink, then a table and positions that nothing reads.

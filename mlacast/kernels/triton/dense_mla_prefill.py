@@ -38,7 +38,7 @@ _UNALIGNED = ["cu_q_ptr", "cu_k_ptr", "lse_ptr", "sf_ptr", "scale_ptr"]
 
 @triton.jit
 def _load_bound(ptr, at, last, limit):
-    """Bound ``at`` of the packed sequences: 0 before the first, ``limit`` behind the ``last``."""
+    """Bounds ``at`` [n] of the packed sequences: 0 before the first, ``limit`` behind ``last``."""
     value = tl.load(ptr + at, mask=(at >= 0) & (at <= last), other=0)
     value = tl.minimum(tl.maximum(value, 0), limit)
     return tl.where(at > last, limit, value)
@@ -58,6 +58,7 @@ def _find_tile(cu_ptr, num_sequences, num_tokens, tile, BLOCK_M: tl.constexpr):
     sequence, start, stop, number, before = -2, 0, 0, 0, 0
     for first in range(-1, num_sequences + 1, _SEQUENCES):
         at = first + tl.arange(0, _SEQUENCES)  # [_SEQUENCES]
+        # [_SEQUENCES] all three.
         starts = _load_bound(cu_ptr, at, num_sequences, num_tokens)
         stops = _load_bound(cu_ptr, at + 1, num_sequences, num_tokens)
         count = tl.where(
@@ -165,8 +166,8 @@ def _attend(
     acc, running_max, running_sum = state
     k, v, stride_k_token, stride_v_token, num_keys, last_key = keys_of_rows
     lane = tl.arange(0, BLOCK_N)  # [BLOCK_N]
-    d = tl.arange(0, 128)
-    tail = 128 + tl.arange(0, 64)
+    d = tl.arange(0, 128)  # [128]
+    tail = 128 + tl.arange(0, 64)  # [64]
     k_rows = k + (first_key + lane).to(tl.int64)[:, None] * stride_k_token  # [BLOCK_N, 1]
     v_rows = v + (first_key + lane).to(tl.int64)[:, None] * stride_v_token  # [BLOCK_N, 1]
     k_step = stride_k_token.to(tl.int64) * BLOCK_N
@@ -174,7 +175,7 @@ def _attend(
     scale = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32) + score_scale
     for first in tl.range(first_key, stop_key, BLOCK_N):
         if IS_MASKED:
-            exists = (first + lane < num_keys)[:, None]
+            exists = (first + lane < num_keys)[:, None]  # [BLOCK_N, 1]
             keys = tl.load(k_rows + d[None, :], mask=exists, other=0.0)
             key_tails = tl.load(k_rows + tail[None, :], mask=exists, other=0.0)
             values = tl.load(v_rows + d[None, :], mask=exists, other=0.0)
@@ -278,14 +279,14 @@ def _dense_mla_prefill_kernel(
     state = _attend(query, state, keys_of_rows, whole, end, score_scale, True, TILES)
     acc, running_max, running_sum = state
     is_empty = running_sum == 0.0  # [BLOCK_M]
-    divisor = tl.where(is_empty, 1.0, running_sum)
+    divisor = tl.where(is_empty, 1.0, running_sum)  # [BLOCK_M]
     lse = tl.where(is_empty, -float("inf"), (running_max + tl.log2(divisor)) * LN_2)  # [BLOCK_M]
     tl.store(lse_ptr + head.to(tl.int64) * num_tokens + token, lse, mask=in_range)
     # where, not a product with 0: hidden values that are infinite leave NaN in an empty row.
     out = tl.where(is_empty[:, None], 0.0, acc * (1.0 / divisor)[:, None])  # [BLOCK_M, 128]
     holds_last = tl.minimum(start + first_row + BLOCK_M, stop) == num_tokens
     lane = tl.arange(0, BLOCK_M)[:, None]  # [BLOCK_M, 1]
-    token = token[:, None]
+    token = token[:, None]  # [BLOCK_M, 1]
     target = Target(
         data_ptr,
         sf_ptr,

@@ -27,8 +27,8 @@ _UNALIGNED = ["slots_ptr"]
 @triton.jit
 def _load(cache_ptr, start, N: tl.constexpr, valid, used: tl.constexpr):
     """N elements from ``start`` [ROWS] on, zeros from ``used`` on and where not ``valid``."""
-    columns = tl.arange(0, N)
-    inside = valid[:, None] & (columns < used)[None, :]
+    columns = tl.arange(0, N)  # [N]
+    inside = valid[:, None] & (columns < used)[None, :]  # [ROWS, N]
     return tl.load(cache_ptr + start[:, None] + columns[None, :], mask=inside, other=0)
 
 
@@ -51,12 +51,12 @@ def _scale_columns(values, scales, ROWS: tl.constexpr, VEC: tl.constexpr):
 def _decode_fp4(cache_ptr, data, scale, valid, used: tl.constexpr, NATIVE: tl.constexpr):
     """E2M1 codes of ``used`` dimensions times E4M3 scales, [ROWS, 512]."""
     ROWS: tl.constexpr = data.shape[0]
-    pairs = _load(cache_ptr, data, 256, valid, used // 2).to(tl.int32)
-    codes = tl.reshape(tl.join(pairs & 0xF, pairs >> 4), (ROWS, 512))
+    pairs = _load(cache_ptr, data, 256, valid, used // 2).to(tl.int32)  # [ROWS, 256]
+    codes = tl.reshape(tl.join(pairs & 0xF, pairs >> 4), (ROWS, 512))  # [ROWS, 512]
     # Moved up by nine bits, a code is the float16 of 2**-14 times its value.
     bits = ((codes & 0x7) << 9) | ((codes & 0x8) << 12)
     values = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    scales = cast_from_e4m3(_load(cache_ptr, scale, 32, valid, used // 16), NATIVE)
+    scales = cast_from_e4m3(_load(cache_ptr, scale, 32, valid, used // 16), NATIVE)  # [ROWS, 32]
     return _scale_columns(values, scales * 16384.0, ROWS, 16)
 
 
@@ -88,8 +88,9 @@ def _kv_cache_gather_kernel(
     valid = exists & (slot >= 0) & (slot < num_slots)  # [ROWS]
     data, scale = find_record_places(
         slot, valid, page_size, page_inverse, page_shift, stride_page, RECORD
-    )
+    )  # [ROWS] each, int64
     MAIN: tl.constexpr = D_QK - 64 if RECORD.keeps_tail else 512
+    # ``values`` and ``bits`` [ROWS, 512], ``scales`` [ROWS, n].
     if RECORD.name == "rows":
         bits = _load(cache_ptr, data, 512, valid, 512)
     elif RECORD.name == "v41_fp4" or RECORD.name == "nvfp4_384":

@@ -17,7 +17,7 @@ from mlacast.kernels.common.packed_bf16 import widen
 from mlacast.kernels.common.store import NVFP4, Padding, Target, store_rows
 from mlacast.kernels.common.targets import StoreTarget, store_target
 from mlacast.kernels.config.merge_attention_states import PARTS_AT_ONCE, merge_plan
-from mlacast.kernels.config.output import OutputConfig
+from mlacast.kernels.config.output import float32_config
 
 # Counts and strides that vary while serving must not pick another variant of the kernel.
 _VARYING = [
@@ -332,8 +332,7 @@ def _float32_target(scratch: torch.Tensor, features: int) -> StoreTarget:
         "row_start": 0,
         "padding_rows": 0,
     }
-    config = OutputConfig(0, 512, features, False, 0.0, 0)
-    return StoreTarget(tensors, tensors, numbers, config)
+    return StoreTarget(tensors, tensors, numbers, float32_config(features))
 
 
 def launch_merge_attention_states(

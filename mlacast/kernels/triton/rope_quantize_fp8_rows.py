@@ -127,12 +127,12 @@ def _split_row(block, HEADS: tl.constexpr, num_tokens, ROWS: tl.constexpr):
 
 @triton.jit
 def _find_places(token, exists, table):
-    """Where each token goes, (page, offset, is_inside); nothing outside the tables is read."""
+    """Where each token [ROWS] goes, (page, offset, is_inside); reads nothing outside the tables."""
     request = tl.load(table.requests_ptr + token, mask=exists, other=-1).to(tl.int64)  # [ROWS]
-    known = exists & (request >= 0) & (request < table.num_requests)
+    known = exists & (request >= 0) & (request < table.num_requests)  # [ROWS]
     place = tl.load(table.places_ptr + token, mask=known, other=-1).to(tl.int64)  # [ROWS]
-    start = tl.load(table.starts_ptr + request, mask=known, other=0).to(tl.int64)
-    inside = known & (place >= 0) & (start >= 0)
+    start = tl.load(table.starts_ptr + request, mask=known, other=0).to(tl.int64)  # [ROWS]
+    inside = known & (place >= 0) & (start >= 0)  # [ROWS]
     place = tl.where(inside, place, 0)
     entry = start + place // table.page_size  # [ROWS]
     inside = inside & (entry < table.num_entries)
@@ -170,8 +170,8 @@ def _load_rows(x_ptr, row, exists, N: tl.constexpr, BLOCK_N: tl.constexpr):
 @triton.jit
 def _store_rows(x, out_ptr, row, exists, scale, SIDE: tl.constexpr, CODES: tl.constexpr):
     """Scale, cast and store the columns of each row that are not rotated, ``x`` [ROWS, block]."""
-    column = tl.arange(0, SIDE.block)
-    mask = exists[:, None] & (column < SIDE.columns)[None, :]
+    column = tl.arange(0, SIDE.block)  # [block]
+    mask = exists[:, None] & (column < SIDE.columns)[None, :]  # [ROWS, block]
     codes = cast_to_fp8(x * scale, CODES.is_e5m2, CODES.native)
     tl.store(out_ptr + row[:, None] + column[None, :], codes, mask=mask)
 
@@ -197,9 +197,9 @@ def _load_pairs(x_ptr, row, exists, PAIRS: tl.constexpr):
 def _load_angles(table_ptr, row, exists, PAIRS: tl.constexpr):
     """Cosines and sines of rows of the table, float32 [ROWS, block] each."""
     R: tl.constexpr = PAIRS.columns
-    pair = tl.arange(0, PAIRS.block)
-    mask = exists[:, None] & (pair < R // 2)[None, :]
-    angle = table_ptr + row[:, None] + pair[None, :]
+    pair = tl.arange(0, PAIRS.block)  # [block]
+    mask = exists[:, None] & (pair < R // 2)[None, :]  # [ROWS, block]
+    angle = table_ptr + row[:, None] + pair[None, :]  # [ROWS, block]
     return cast_to_float32(tl.load(angle, mask=mask)), cast_to_float32(
         tl.load(angle + R // 2, mask=mask)
     )
@@ -225,13 +225,13 @@ def _store_rotated(
     first_code = cast_to_fp8((first * cos - second * sin) * scale, CODES.is_e5m2, CODES.native)
     second_code = cast_to_fp8((second * cos + first * sin) * scale, CODES.is_e5m2, CODES.native)
     if PAIRS.half_pairing:
-        pair = tl.arange(0, BLOCK_PAIRS)
+        pair = tl.arange(0, BLOCK_PAIRS)  # [block]
         mask = exists[:, None] & (pair < R // 2)[None, :]
         target = out_ptr + row[:, None] + pair[None, :]
         tl.store(target, first_code, mask=mask)
         tl.store(target + R // 2, second_code, mask=mask)
     else:
-        column = tl.arange(0, 2 * BLOCK_PAIRS)
+        column = tl.arange(0, 2 * BLOCK_PAIRS)  # [2 * block]
         codes = tl.reshape(tl.join(first_code, second_code), (ROWS, 2 * BLOCK_PAIRS))
         target = out_ptr + row[:, None] + column[None, :]
         tl.store(target, codes, mask=exists[:, None] & (column < R)[None, :])
@@ -255,7 +255,10 @@ def quantize_queries(
     PAGED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Quantise the rows of a block of the queries, all of them `Rows`; ``angles`` is `Angles`."""
+    """Quantise the rows of a block of the queries, all of them `Rows`; ``angles`` is `Angles`.
+
+    Rows and positions are [ROWS], what is loaded of them, and angles, [ROWS, block].
+    """
     token, head, exists = _split_row(block, QUERY.heads, num_tokens, PROGRAM.rows)
     plain_row = token * nope.stride_token + head * nope.stride_head  # [ROWS]
     row = token * rope.stride_token + head * rope.stride_head
@@ -293,7 +296,10 @@ def quantize_keys(
     CODES: tl.constexpr,
     PROGRAM: tl.constexpr,
 ):
-    """Quantise rows of the keys, `Rows`, to `Places`, as ``moves`` says, a `Moves`."""
+    """Quantise rows of the keys, `Rows`, to `Places`, as ``moves`` says, a `Moves`.
+
+    Shapes as in ``quantize_queries``.
+    """
     token, head, page, place, exists = moves
     position = tl.load(angles.positions_ptr + token * angles.stride_positions, mask=exists, other=0)
     if KEY.columns > 0:
@@ -320,7 +326,7 @@ def quantize_values(moves, v, v_out, scale, VALUE: tl.constexpr, CODES: tl.const
     """Quantise rows of the values, `Rows`, to `Places`, as ``moves`` says, a `Moves`."""
     token, head, page, place, exists = moves
     row = token * v.stride_token + head * v.stride_head  # [ROWS]
-    value = _load_rows(v.ptr, row, exists, VALUE.columns, VALUE.block)
+    value = _load_rows(v.ptr, row, exists, VALUE.columns, VALUE.block)  # [ROWS, block]
     out_row = page * v_out.stride_page + place * v_out.stride_token  # [ROWS]
     out_row += head * v_out.stride_head
     _store_rows(value, v_out.ptr, out_row, exists, scale, VALUE, CODES)

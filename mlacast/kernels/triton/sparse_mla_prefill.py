@@ -21,7 +21,7 @@ from mlacast.kernels.common.sparse_attention import (
 )
 from mlacast.kernels.common.store import Target, store_output
 from mlacast.kernels.common.targets import store_target
-from mlacast.kernels.config.attention import PoolConfig, end_config, query_config
+from mlacast.kernels.config.attention import end_config, query_config, rows_config
 from mlacast.kernels.config.sparse_attention import tile_config
 
 # Counts and strides that vary while serving must not pick another variant of the kernel.
@@ -197,7 +197,7 @@ def launch_sparse_mla_prefill(
         sm_scale,
         TILES=tiles,
         QUERY=query_config(d_qk, q_order, q_norm_eps, rope),
-        POOL=PoolConfig("rows", has_length=topk_length is not None),
+        POOL=rows_config(topk_length),
         END=end_config(d_qk, attn_sink, rope),
         OUTPUT=target.config,
         num_warps=tiles.num_warps,

@@ -70,6 +70,7 @@ def _v_up_project_kernel(
     k = tl.arange(0, BLOCK_K)  # [BLOCK_K]
     n = tl.arange(0, 128)  # [128]
     step = BLOCK_K
+    # Offsets within a tile, else in 32 bits: they reach as far as ``v_up_config`` has looked.
     if TILES.is_wide:
         k, n, step = k.to(tl.int64), n.to(tl.int64), tl.cast(BLOCK_K, tl.int64)
     latent = latent_ptr + (token * stride_latent_token + head.to(tl.int64) * stride_latent_head)

@@ -112,7 +112,7 @@ def dense_mla_prefill_kernel(
     CAUSAL: gl.constexpr,
     OUTPUT: gl.constexpr,
 ):
-    """Tiles of 128 rows of one head. Grid: (programs,).
+    """Tiles of 128 rows of one head, as many as it takes tickets for. Grid: (programs,).
 
     Barriers (producer -> consumer): ``q_ready``, ``k_ready``, ``v_ready`` load -> attend,
     ``q_free``, ``k_free``, ``v_free`` attend -> load, ``turns`` between the attend roles.

@@ -80,7 +80,7 @@ def _load_last_values(source, smem, ready, free, count, row, num_keys):
     """
     v_ptr, stride = source
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
-    column = gl.arange(0, 128, gl.SliceLayout(0, COPY))
+    column = gl.arange(0, 128, gl.SliceLayout(0, COPY))  # [128]
     stage = count % STAGES
     mbarrier.wait(free.index(stage), ((count // STAGES) & 1) ^ 1)
     for start in gl.static_range(0, BLOCK_N, 16):
@@ -113,7 +113,8 @@ def _find_rows(sequence, order, cu_seqlens_k_ptr):
 def _send_tile(q_desc, q_smem, q_ready, start, first_row, head, stride_q):
     """Hand the words of a tile to the consumers, and copy 64 rows [64, 192] to each of them.
 
-    Produces ``q_ready``.
+    Produces ``q_ready``. Columns of the copy engine are int32: heads are less than 2**31 elements
+    apart (``heads:far_apart`` in ``ops.dense_mla_prefill``).
     """
     for consumer in gl.static_range(CONSUMERS):
         mbarrier.arrive(q_ready.index(consumer), count=1)
@@ -184,6 +185,7 @@ def run_load_role(load, SEQUENCES: gl.constexpr, CAUSAL: gl.constexpr):
         last = (num_blocks - 1) * BLOCK_N
         row = first_key + last
         key_head = head // heads_per_key_head
+        # Int32, as in ``_send_tile``.
         k_column = key_head * stride_k
         v_column = key_head * stride_v
         _load_keys(k_desc, k_smem, k_ready, k_free, count, row, k_column)

@@ -77,7 +77,7 @@ def count_section_tiles(
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([SEQUENCES // 32], [32], [gl.num_warps()], [0])
     place = gl.arange(0, SEQUENCES, LAYOUT)  # [SEQUENCES]
-    sequence = (section // head_sections) * section_batch + place
+    sequence = (section // head_sections) * section_batch + place  # [SEQUENCES]
     inside = (place < section_batch) & (sequence <= batch)
     start = gl.load(cu_seqlens_q_ptr + sequence, mask=inside, other=0)
     stop = gl.load(cu_seqlens_q_ptr + sequence + 1, mask=inside & (sequence < batch), other=0)
@@ -94,12 +94,15 @@ def find_section_heads(section, head_sections, section_heads, num_heads):
 
 @gluon.jit
 def count_level(tiles, level):
-    """Sequences that have a tile of this level."""
+    """Sequences that have a tile of this level; ``tiles`` [SEQUENCES] counts those of each."""
     return gl.sum(((tiles > level) & (level >= 0)).to(gl.int32), 0)
 
 
 @gluon.jit
 def find_sequence_of_rank(tiles, level, rank):
-    """Number of the sequence that is the ``rank``-th of those with a tile of this level."""
+    """Number of the sequence that is the ``rank``-th of those with a tile of this level.
+
+    ``tiles`` as in ``count_level``.
+    """
     seen = gl.associative_scan((tiles > level).to(gl.int32), 0, _add_counts)
     return gl.sum((seen <= rank).to(gl.int32), 0)

@@ -61,11 +61,12 @@ def project_kernel(
     TILES: gl.constexpr,
     PRODUCT: gl.constexpr,
 ):
-    """Tiles of tokens by columns of one group. Grid: (programs,).
+    """BLOCK_M tokens by BLOCK_N columns of a group, tile after tile at a stride of the grid.
 
-    TILES is a `Variant`, PRODUCT a `ProductConfig`. Barriers: ``ready`` load
-    -> multiply, ``free`` multiply -> load, with steps split ``summed`` 0 consumer 1 -> 0, 1
-    back.
+    Grid: (programs,). TILES is a `Variant`, PRODUCT a `ProductConfig`.
+
+    Barriers (producer -> consumer): ``ready`` load -> multiply, ``free`` multiply -> load. With
+    steps split, ``summed`` 0 from consumer 1 to consumer 0, ``summed`` 1 back.
     """
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

@@ -33,7 +33,7 @@ def _count_tiles(shape, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _put_scales(smem, raw, PARTS: gl.constexpr, BYTES: gl.constexpr):
-    """Store the scales of a step as float32, part after part."""
+    """Store the scales of a step as float32, part after part: [rows] words to [PARTS * rows]."""
     # All parts in one store: the compiler puts a barrier between two.
     LAYOUT: gl.constexpr = gl.BlockedLayout([PARTS, 1], [1, 32], [1, 4], [1, 0])
     raw = gl.convert_layout(raw, gl.SliceLayout(0, LAYOUT))[None, :]
@@ -126,6 +126,7 @@ def run_load_role(
         group, first_token, first_column = _find_tile(tile, shape, BLOCK_M, BLOCK_N)
         wide_group = group.to(gl.int64)
         token = gl.minimum(first_token + gl.arange(0, BLOCK_M, _ONE), num_tokens - 1)  # [BLOCK_M]
+        # [BLOCK_N]
         column = gl.minimum(first_column + gl.arange(0, BLOCK_N, _ONE), num_columns - 1)
         if not PRODUCT.weight_bytes:
             column = column // 128
@@ -138,6 +139,8 @@ def run_load_role(
         words1 = _load_words(pointers, steps, first + LOADERS, STEPS)
         words2 = _load_words(pointers, steps, first + 2 * LOADERS, STEPS)
         words3 = _load_words(pointers, steps, first + 3 * LOADERS, STEPS)
+        # Columns of the copy engine, int32: groups end less than 2**31 elements from the first
+        # (``operands:far_apart`` in ``ops.project_weights``).
         place = (first_token, group * stride_x_group, first_column, group * stride_weight_group)
         load = (place, buffers, barriers, sources)
         for step in range(LOADER, STEPS, ROUND):
@@ -158,7 +161,10 @@ def run_load_role(
 
 @gluon.jit
 def _start_product(x, w, into, part, PARTS: gl.constexpr):
-    """Start the product of a part of a step's features."""
+    """Start the product [ROWS, COLUMNS] of a part of a step's features.
+
+    ``x`` is [ROWS, 128], ``w`` [COLUMNS, 128], ``into`` what is written over.
+    """
     WIDTH: gl.constexpr = 128 // PARTS
     left = x.slice(part * WIDTH, WIDTH, dim=1) if PARTS > 1 else x
     right = w.slice(part * WIDTH, WIDTH, dim=1) if PARTS > 1 else w
@@ -199,11 +205,11 @@ def _store_tile(acc, target, shape, group, first_token, first_column):
     out_ptr, stride_out_token, stride_out_group = target
     num_tokens, num_columns, _ = shape
     MMA: gl.constexpr = acc.type.layout
-    token = first_token + gl.arange(0, acc.shape[0], gl.SliceLayout(1, MMA))
-    column = first_column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, MMA))
+    token = first_token + gl.arange(0, acc.shape[0], gl.SliceLayout(1, MMA))  # [ROWS]
+    column = first_column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, MMA))  # [COLUMNS]
     out = out_ptr + group.to(gl.int64) * stride_out_group
     out += (token.to(gl.int64) * stride_out_token)[:, None] + column[None, :]
-    mask = (token < num_tokens)[:, None] & (column < num_columns)[None, :]
+    mask = (token < num_tokens)[:, None] & (column < num_columns)[None, :]  # [ROWS, COLUMNS]
     gl.store(out, acc.to(gl.bfloat16), mask=mask)
 
 

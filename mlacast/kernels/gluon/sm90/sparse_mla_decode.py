@@ -30,7 +30,11 @@ from mlacast.kernels.config.attention import (
     hopper_pool_config,
     query_config,
 )
-from mlacast.kernels.config.sparse_attention import hopper_decode_plan, ring_config
+from mlacast.kernels.config.sparse_attention import (
+    hopper_decode_plan,
+    num_multiprocessors,
+    ring_config,
+)
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_fp8_kernel import sparse_mla_decode_fp8_kernel
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_kernel import OPTIONS, sparse_mla_decode_kernel
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_merge import merge_splits
@@ -88,7 +92,9 @@ def launch_sparse_mla_decode(
     pool = _pool_arguments(launches, CachePool(k_cache, indices, topk_length, kv_format))
     extra = extra_pool(extra_k_cache, extra_indices, extra_topk_length, extra_kv_format)
     width = indices.shape[1] + (0 if extra is None else extra.indices.shape[1])
-    plan = hopper_decode_plan(num_tokens, num_heads, width, q.device, num_splits, batch_invariant)
+    plan = hopper_decode_plan(
+        num_tokens, num_heads, width, num_multiprocessors(q.device), num_splits, batch_invariant
+    )
     work, splits, items, programs = plan
     partials = split_places(splits, num_tokens * num_heads, lse, workspace, launches)
     rope_places = rope_arguments(attn_sink, rope, lse, indices)

@@ -9,13 +9,13 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_layouts import ROW
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import (
     TAIL_UNIT,
     V32_SCALES,
+    count_units,
     decode_unit,
     fetch_scales,
     fetch_tail,
     fetch_unit,
     has_tail,
     read_scales,
-    unit_count,
     view_fp4_scale_stage,
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_slots import load_slots, locate
@@ -51,14 +51,17 @@ def _fetch_query(
     FULL_TILES: gl.constexpr,
     CHUNK16: gl.constexpr,
 ):
-    """Start copying COUNT dimensions, ``FIRST``.., of 64 heads of a query [64, COUNT]."""
+    """Start copying COUNT dimensions, ``FIRST``.., of 64 heads of a query [64, COUNT].
+
+    Heads of a token are less than 2**31 elements apart (``heads:far_apart`` in ``ops.layout``).
+    """
     # In either order of the query, so that one set of addresses is kept.
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    lane = gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT))
+    lane = gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT))  # [64]
     base = q_ptr + token.to(gl.int64) * stride_q_token
     for first in gl.static_range(0, COUNT, 64):
-        head = first_head + hide_value(lane)
-        d = FIRST + first + gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
+        head = first_head + hide_value(lane)  # [64]
+        d = FIRST + first + gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))  # [64]
         if CHUNK16:
             chunk = (d // 16) * (hide_value(num_heads) * 16) + d % 16
             pointers = base + ((head * 16)[:, None] + chunk[None, :])
@@ -187,7 +190,7 @@ def _decode(
     FORMAT: gl.constexpr,
     EXTRA_FORMAT: gl.constexpr,
 ):
-    """Decode one unit of either pool."""
+    """Decode one unit of either pool: ``decode_unit``, whose shapes these are."""
     if MIXED:
         if is_extra:
             decode_unit(stage, scales, target_even, target_odd, UNIT, EXTRA_FORMAT, MIXED)
@@ -274,7 +277,7 @@ def run_dequant_role(
     """
     NUM_PIECES: gl.constexpr = RING.num_pieces
     FORMAT: gl.constexpr = POOL.record
-    UNITS: gl.constexpr = unit_count(FORMAT)
+    UNITS: gl.constexpr = count_units(FORMAT)
     EXTRA_FORMAT: gl.constexpr = FORMAT if EXTRA is None else EXTRA.record
     MIXED: gl.constexpr = FORMAT != EXTRA_FORMAT
     TAIL: gl.constexpr = has_tail(FORMAT)

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from mlacast.kernels.common.sm90_rotation import hide_value
-from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import has_tail, unit_count
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import count_units, has_tail
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_slots import load_slots, locate
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
     BLOCK_H,
@@ -98,7 +98,7 @@ def _load_slots_of(cursor, work, pool, WORK: gl.constexpr):
     """
     item, block, first, _, length = cursor
     token = find_token(gl.minimum(item, work.num_items - 1), work, WORK)
-    lane = gl.arange(0, BLOCK_N, _ROW)
+    lane = gl.arange(0, BLOCK_N, _ROW)  # [64]
     ids, _ = load_slots(lane, first + gl.maximum(block, 0), length, 0, token, pool, pool, None)
     return ids
 
@@ -142,7 +142,7 @@ def _send(
     WORK: gl.constexpr,
     POOL: gl.constexpr,
 ):
-    """Start copying the rows under a cursor into the stage whose turn it is, ``sent`` before it.
+    """Start copying the rows [64] under a cursor into the stage whose turn it is, ``sent`` before.
 
     Consumes ``codes_free`` of the stage, and produces ``codes_ready`` once this warpgroup's copies
     have landed: 128 arrivals and one. ``query`` is a pointer to int32 words with its strides of
@@ -155,13 +155,14 @@ def _send(
     token = find_token(item, work, WORK)
     rows, _, valid = locate(ids, False, pool, pool, POOL, None)  # [64]
     head = find_head_start(item, work, WORK) + hide_value(gl.arange(0, BLOCK_H, _ROW))  # [64]
-    # Four words at a time: so the compiler knows that copies of 16 bytes are aligned.
+    # Four words at a time: so the compiler knows that copies of 16 bytes are aligned. Heads of a
+    # token are less than 2**31 bytes apart (``heads:far_apart`` in ``ops.layout``).
     q_rows = q_ptr + token.to(gl.int64) * stride_q_token * 4 + head * stride_q_head * 4
     rows = gl.where(block < 0, q_rows, rows)  # [64]
     valid = gl.where(block < 0, head < work.num_heads, valid)
     mbarrier.wait(codes_free.index(stage), ((sent >> 1) & 1) ^ 1)
     mask_smem.index(sent & 3).store(gl.where(valid, 0, 1).to(gl.int8))
-    for unit in gl.static_range(unit_count(POOL.record)):
+    for unit in gl.static_range(count_units(POOL.record)):
         _copy_rows(codes[unit].index(stage), rows, valid, 32 * unit, _COPY)
     if has_tail(POOL.record):
         _copy_rows(tail_codes.index(stage), rows, valid, 128, _COPY_TAIL)
@@ -224,7 +225,7 @@ def run_fp8_dequant_role(
                 stage = decoded & 1
                 mbarrier.wait(codes_ready.index(stage), (decoded >> 1) & 1)
                 mbarrier.wait(k_free.index(slot), phase)
-                for unit in gl.static_range(unit_count(POOL.record)):
+                for unit in gl.static_range(count_units(POOL.record)):
                     if unit == 2:
                         mbarrier.arrive(k_ready.index(slot), count=1)
                         slot, phase = advance_piece(slot, phase, NUM_PIECES)

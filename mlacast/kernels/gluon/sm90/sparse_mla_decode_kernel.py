@@ -10,11 +10,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_dequant import run_dequant_role
-from mlacast.kernels.gluon.sm90.sparse_mla_decode_layouts import SCALE_STAGE, stage_layout
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_layouts import SCALE_STAGE, choose_stage_layout
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_output import run_output_role
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import (
+    count_units,
     has_tail,
-    unit_count,
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_score import run_score_role
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
@@ -155,12 +155,12 @@ def sparse_mla_decode_kernel(
     ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     FORMAT: gl.constexpr = POOL.record
-    STAGE: gl.constexpr = stage_layout(EXTRA is not None and EXTRA.record != FORMAT)
+    STAGE: gl.constexpr = choose_stage_layout(EXTRA is not None and EXTRA.record != FORMAT)
     NUM_PIECES: gl.constexpr = RING.num_pieces
     QUERY_PIECES: gl.constexpr = 3 if has_tail(FORMAT) else 2
     k_even = gl.allocate_shared_memory(gl.bfloat16, [NUM_PIECES, BLOCK_N, 128], TILE)
     k_odd = gl.allocate_shared_memory(gl.bfloat16, [NUM_PIECES, BLOCK_N, 128], TILE)
-    if unit_count(FORMAT) == 4:
+    if count_units(FORMAT) == 4:
         stages = (
             gl.allocate_shared_memory(gl.int32, [BLOCK_N, 32], STAGE),
             gl.allocate_shared_memory(gl.int32, [BLOCK_N, 32], STAGE),

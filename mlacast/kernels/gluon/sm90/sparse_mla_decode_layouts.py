@@ -120,6 +120,6 @@ SCALE_STAGE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.constexpr_function
-def stage_layout(MIXED):
+def choose_stage_layout(MIXED):
     """Layout of a stage [64, 32] of words; ``MIXED`` beside a pool with codes of four bits."""
     return _STAGE_32_MIXED if MIXED else _STAGE_32

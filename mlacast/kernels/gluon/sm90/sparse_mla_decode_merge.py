@@ -125,6 +125,7 @@ def _load_states(partials, row, step, first, num_splits, d, AHEAD: gl.constexpr)
     Past the last split: no output is read, the numbers are those of the last.
     """
     out_ptr, max_ptr, sum_ptr = partials
+    # Rows are counted in 32 bits, as in the kernel; what they have 512 times is in 64.
     parts = ()
     maxima = ()
     sums = ()
@@ -153,7 +154,7 @@ def _add_states(
     parts, maxima, sums = states
     for at in gl.static_range(AHEAD):
         if at == 0 or first + at < num_splits:
-            weight = gl.exp2(maxima[at] - shift)
+            weight = gl.exp2(maxima[at] - shift)  # [heads]
             if IS_START and at == 0:
                 # One rounding, as of the product: adding zero is exact, and turns -0.0 into 0.0.
                 acc = gl.fma(parts[at], gl.broadcast(weight[:, None], acc)[0], acc)
@@ -183,7 +184,7 @@ def _sum_states(
 def _find_heads(num_heads, BLOCK_H: gl.constexpr, FULL_TILES: gl.constexpr, ROW: gl.constexpr):
     """The program's first head, and those of its rows [heads]."""
     head_start = gl.program_id(1) * BLOCK_H
-    head = head_start + gl.arange(0, BLOCK_H, ROW)
+    head = head_start + gl.arange(0, BLOCK_H, ROW)  # [heads]
     if not FULL_TILES:
         # Threads without a head of their own repeat the last one; only its lse is stored again.
         head = gl.minimum(head, num_heads - 1)
@@ -197,7 +198,7 @@ def _find_factors(running_max, running_sum, sink, HAS_SINK: gl.constexpr):
     ``sink`` [heads] is not looked at without HAS_SINK.
     """
     empty = running_sum == 0.0  # [heads]
-    divisor = gl.where(empty, 1.0, running_sum)
+    divisor = gl.where(empty, 1.0, running_sum)  # [heads]
     lse = gl.where(empty, -float("inf"), (running_max + gl.log2(divisor)) * LN_2)  # [heads]
     factor = gl.where(empty, 0.0, 1.0 / divisor)  # [heads]
     if HAS_SINK:

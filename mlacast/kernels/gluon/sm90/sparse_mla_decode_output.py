@@ -57,8 +57,8 @@ def _store_partial(
         [64, 128],
     )
     o = gl.convert_layout(o, LAYOUT)
-    head = first_head + hide_rows(gl.SliceLayout(1, LAYOUT))
-    d = FIRST + gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
+    head = first_head + hide_rows(gl.SliceLayout(1, LAYOUT))  # [64]
+    d = FIRST + gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))  # [128]
     pointers = partial_out_ptr + state * 512 + ((head * 512)[:, None] + d[None, :])
     if FULL_TILES:
         gl.store(pointers, o * unit)
@@ -169,6 +169,7 @@ def run_output_role(
         # The query of the next item.
         slot = skip_pieces(slot, QUERY_PIECES, RING.num_pieces)
         if WORK.is_split:
+            # No scratch of 4 TB: splits times tokens can be counted in 32 bits.
             state = find_row_offset(
                 find_split(item, work.num_splits) * work.num_tokens + token, work.num_heads
             )

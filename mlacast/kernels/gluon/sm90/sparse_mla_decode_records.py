@@ -48,7 +48,7 @@ TAIL_UNIT = gl.constexpr(4)
 
 
 @gluon.constexpr_function
-def unit_count(FORMAT):
+def count_units(FORMAT):
     """Units of a record that are decoded: four of codes, in "v4" one of unscaled dimensions."""
     return 5 if FORMAT == "v4" else 4
 
@@ -60,7 +60,7 @@ def has_tail(FORMAT):
 
 
 @gluon.constexpr_function
-def _unit_words(FORMAT, UNIT):
+def _find_unit_words(FORMAT, UNIT):
     """First word and number of words of a unit."""
     if FORMAT == "v41_fp4":
         return (16 * UNIT, 16)
@@ -72,7 +72,7 @@ def _unit_words(FORMAT, UNIT):
 
 
 @gluon.constexpr_function
-def scale_words(FORMAT):
+def count_scale_words(FORMAT):
     """Words of scales of a record."""
     return {"v41": 4, "v41_fp4": 8, "v4": 2, "v32": 4}.get(FORMAT, 0)
 
@@ -83,7 +83,10 @@ V32_SCALES = gl.constexpr(128)
 
 @gluon.jit
 def find_record_words(page_size, offset, POOL: gl.constexpr):
-    """Words from the start of a page to a token's codes, and to its scales."""
+    """Words from the start of a page to a token's codes, and to its scales.
+
+    In 32 bits: pages have fewer than 2**31 words (``pages:large`` in ``ops.layout``).
+    """
     FORMAT: gl.constexpr = POOL.record
     INLINE: gl.constexpr = POOL.is_inline
     if FORMAT == "v41":
@@ -106,19 +109,19 @@ def find_record_words(page_size, offset, POOL: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _lane(register, word, LANE):
+def _fill_register(register, word, LANE):
     """PTX that fills both halves of ``register`` with one half of ``word``: free in a product."""
     chosen = "h" if LANE else "l"
     return f"mov.b32 {{l, h}}, {word}; mov.b32 {register}, {{{chosen}, {chosen}}};"
 
 
 @gluon.constexpr_function
-def _e4m3_program(LANE):
+def _write_e4m3_program(LANE):
     """Four codes ``$2``, times half ``LANE`` of ``$3``: ``$0`` and ``$1``."""
     return f"""{{
         .reg .b16 l, h;
         .reg .b32 t, u, m;
-        {_lane("m", "$3", LANE)}
+        {_fill_register("m", "$3", LANE)}
         prmt.b32 t, $2, 0, 0x9180;
         prmt.b32 u, $2, 0, 0xB3A2;
         shl.b32 t, t, 4;
@@ -134,7 +137,7 @@ def _e4m3_program(LANE):
 def multiply_e4m3_by_power(words, multipliers, LANE: gl.constexpr):
     """Four codes a word, times one of two powers of two a word: two words of two bfloat16."""
     return gl.inline_asm_elementwise(
-        _e4m3_program(LANE),
+        _write_e4m3_program(LANE),
         "=r,=r,r,r",
         [words, multipliers],
         dtype=(gl.int32, gl.int32),
@@ -176,7 +179,7 @@ def _multiply_e4m3_by_number(words, parts):
 
 
 @gluon.constexpr_function
-def _e2m1_program(LANE):
+def _write_e2m1_program(LANE):
     """Eight codes ``$4``, times half ``LANE`` of ``$5``: ``$0`` to ``$3``.
 
     Each code in the upper half of a byte, which is sign-extended like one of e4m3.
@@ -193,7 +196,7 @@ def _e2m1_program(LANE):
     return f"""{{
         .reg .b16 l, h;
         .reg .b32 o, t, m;
-        {_lane("m", "$5", LANE)}
+        {_fill_register("m", "$5", LANE)}
         shl.b32 o, $4, 4;{products}
         }}"""
 
@@ -202,7 +205,7 @@ def _e2m1_program(LANE):
 def _multiply_e2m1_by_number(words, multipliers, LANE: gl.constexpr):
     """Eight codes a word, times one of two numbers a word: four words of two bfloat16."""
     return gl.inline_asm_elementwise(
-        _e2m1_program(LANE),
+        _write_e2m1_program(LANE),
         "=r,=r,=r,=r,r,r",
         [words, multipliers],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
@@ -232,7 +235,7 @@ _E4M3_SECOND = gl.constexpr(0x5B005B00)
 
 
 @gluon.constexpr_function
-def _powers_of_ue8m0(UNIT):
+def _write_powers_of_ue8m0(UNIT):
     """Both codes of a unit, in the word that has them, to 2**(code - 127 + 56), or infinity."""
     return f"""{{
         .reg .b32 t;
@@ -243,7 +246,7 @@ def _powers_of_ue8m0(UNIT):
 
 
 @gluon.constexpr_function
-def _numbers_of_e4m3(UNIT):
+def _write_numbers_of_e4m3(UNIT):
     """Both e4m3 codes of a unit, in the word that has them, to their values times 2**62.
 
     Ones, which are NaN, take the place of a NaN code.
@@ -267,7 +270,7 @@ def _make_unit_multipliers(scales, UNIT: gl.constexpr, FORMAT: gl.constexpr):
     words = scales[UNIT // 2]
     if FORMAT == "v41_fp4":
         return gl.inline_asm_elementwise(
-            _numbers_of_e4m3(UNIT),
+            _write_numbers_of_e4m3(UNIT),
             "=r,r,r,r",
             [words, _E4M3_FIRST, _E4M3_SECOND],
             dtype=gl.int32,
@@ -276,7 +279,7 @@ def _make_unit_multipliers(scales, UNIT: gl.constexpr, FORMAT: gl.constexpr):
         )
     else:
         return gl.inline_asm_elementwise(
-            _powers_of_ue8m0(UNIT),
+            _write_powers_of_ue8m0(UNIT),
             "=r,r,r",
             [words, _INFINITE_CODES],
             dtype=gl.int32,
@@ -310,11 +313,11 @@ def _split_float32(bits):
 @gluon.jit
 def fetch_unit(stage, rows, valid, UNIT: gl.constexpr, FORMAT: gl.constexpr, MIXED: gl.constexpr):
     """Start copying one unit of 64 records; ``rows`` [64] point at them. Invalid ones: zeros."""
-    FIRST: gl.constexpr = _unit_words(FORMAT, UNIT)[0]
-    WIDTH: gl.constexpr = _unit_words(FORMAT, UNIT)[1]
+    FIRST: gl.constexpr = _find_unit_words(FORMAT, UNIT)[0]
+    WIDTH: gl.constexpr = _find_unit_words(FORMAT, UNIT)[1]
     LAYOUT: gl.constexpr = WORDS_32 if WIDTH == 32 else WORDS_16
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    column = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    column = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))  # [WIDTH]
     pointers = gl.convert_layout(rows, ROW, assert_trivial=True)[:, None] + column[None, :]
     mask = gl.convert_layout(valid, ROW, assert_trivial=True)[:, None]
     if WIDTH == 16:
@@ -347,7 +350,7 @@ def fetch_scales(scale_stage, scale_rows, valid, FORMAT: gl.constexpr):
 
     ``scale_stage`` is [64, 4] words, [64, 8] for "v41_fp4". Per-tensor FP8 has none.
     """
-    WORDS: gl.constexpr = scale_words(FORMAT)
+    WORDS: gl.constexpr = count_scale_words(FORMAT)
     if WORDS > 0:
         LAYOUT: gl.constexpr = SCALES_8 if WORDS == 8 else SCALES_4 if WORDS == 4 else SCALES_2
         ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
@@ -378,7 +381,7 @@ def read_scales(scale_stage, FORMAT: gl.constexpr, MIXED: gl.constexpr):
             gl.convert_layout(first, BY_THREAD_MIXED, assert_trivial=True),
             gl.convert_layout(second, BY_THREAD_MIXED, assert_trivial=True),
         )
-    elif scale_words(FORMAT) == 0:
+    elif count_scale_words(FORMAT) == 0:
         return ()
     elif MIXED:
         gl.static_assert(FORMAT == "v41", "the only format beside codes of four bits")
@@ -393,7 +396,7 @@ def read_scales(scale_stage, FORMAT: gl.constexpr, MIXED: gl.constexpr):
             _choose_bytes(columns[2], columns[3], chosen),
         )
     else:
-        WORDS: gl.constexpr = scale_words(FORMAT)
+        WORDS: gl.constexpr = count_scale_words(FORMAT)
         LAYOUT: gl.constexpr = SCALES_4 if WORDS == 4 else SCALES_2
         if WORDS == 2:
             scale_stage = scale_stage._reinterpret(gl.int32, [2, 64, 2], SCALE_STAGE).index(0)
@@ -453,7 +456,7 @@ def _repeat_by_word(multipliers, words):
 
 @gluon.jit
 def _decode_e4m3(words, multipliers, LANE: gl.constexpr):
-    """Half a unit [64, 16] to its values, [64, 32] words."""
+    """Half a unit [64, 16] to its values, [64, 32] words, by ``multipliers`` [64, 4]."""
     words = gl.reshape(words, (64, 4, 4))
     low, high = multiply_e4m3_by_power(words, _repeat_by_word(multipliers, words), LANE)
     return gl.reshape(gl.join(low, high), (64, 32))
@@ -495,7 +498,7 @@ def decode_unit(
     ``scales`` are those of the record, see ``read_scales``. The targets are int32 views [64, 64] of
     the halves of a piece, ``target_even`` of TAIL_UNIT [64, 32].
     """
-    WIDTH: gl.constexpr = _unit_words(FORMAT, UNIT)[1]
+    WIDTH: gl.constexpr = _find_unit_words(FORMAT, UNIT)[1]
     target = target_even if UNIT % 2 == 0 else target_odd
     LAYOUT: gl.constexpr = WORDS_16_MIXED if MIXED else WORDS_16
     halves = stage._reinterpret(gl.int32, [2, 64, 16], STAGE_16_MIXED if MIXED else STAGE_16)

@@ -84,6 +84,7 @@ def finish_item(
     total = gl.convert_layout(gl.sum(partial_sum, 1), base.type.layout)  # [64]
     head = find_head_start(item, work, WORK) + row  # [64]
     if WORK.is_split:
+        # No scratch of 4 TB: splits times tokens can be counted in 32 bits.
         state = (
             find_row_offset(
                 find_split(item, work.num_splits) * work.num_tokens + token, work.num_heads

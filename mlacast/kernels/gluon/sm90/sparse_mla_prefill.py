@@ -18,7 +18,7 @@ from mlacast.descriptors.rope import Rope
 from mlacast.kernels.common.attention_arguments import prefill_arguments
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.targets import store_target
-from mlacast.kernels.config.attention import PoolConfig, end_config, query_config
+from mlacast.kernels.config.attention import end_config, query_config, rows_config
 from mlacast.kernels.config.sparse_attention import num_multiprocessors, prefill_plan
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_gather import run_gather_role
 from mlacast.kernels.gluon.sm90.sparse_mla_prefill_lone_gather import run_lone_gather_role
@@ -274,7 +274,7 @@ def launch_sparse_mla_prefill(
         sm_scale,
         WORK=plan.work,
         QUERY=query_config(d_qk, q_order, q_norm_eps, rope),
-        POOL=PoolConfig("rows", has_length=topk_length is not None),
+        POOL=rows_config(topk_length),
         END=end_config(d_qk, attn_sink, rope),
         OUTPUT=target.hopper_config,
         **OPTIONS,

@@ -44,8 +44,11 @@ def _copy_query(
     WIDTH: gl.constexpr,
     WORK: gl.constexpr,
 ):
-    """Start copying dimensions ``FIRST``.. of 64 heads [64, WIDTH]; absent heads become zero."""
-    d = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, head.type.layout.parent))
+    """Start copying dimensions ``FIRST``.. of 64 heads [64, WIDTH]; absent heads become zero.
+
+    Heads of a token are less than 2**31 elements apart (``heads:far_apart`` in ``ops.layout``).
+    """
+    d = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, head.type.layout.parent))  # [WIDTH]
     query = base + (head * stride_q_head)[:, None] + d[None, :]
     if WORK.full_tiles:
         async_copy.async_copy_global_to_shared(target, query)
@@ -87,9 +90,9 @@ def run_gather_role(
     topk, length_ptr, stride_length = lengths
     k_smem, tail_smem, q_smem, mask_smem = memory
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    lane = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
-    d = gl.arange(0, 512, gl.SliceLayout(0, LAYOUT))
-    d_tail = 512 + gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
+    lane = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))  # [64]
+    d = gl.arange(0, 512, gl.SliceLayout(0, LAYOUT))  # [512]
+    d_tail = 512 + gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))  # [64]
     slot = 0
     phase = 1
     # Bit 0 is the tail's, bit 1 the query's: one register less.
@@ -97,14 +100,14 @@ def run_gather_role(
     step = gl.num_programs(0)
     first_token = gl.program_id(0) // WORK.head_blocks
     length = load_row_length(length_ptr, stride_length, first_token, topk, POOL)
-    ids = _load_ids(indices_ptr, stride_indices, first_token, 0, lane, length)
+    ids = _load_ids(indices_ptr, stride_indices, first_token, 0, lane, length)  # [64]
     for tile in range(gl.program_id(0), num_tiles, step):
         token = tile // WORK.head_blocks
         # A selection stays in uniform registers, where a minimum would not.
         next_token = gl.where(tile + step < num_tiles, tile + step, tile) // WORK.head_blocks
         next_length = load_row_length(length_ptr, stride_length, next_token, topk, POOL)
         base = q_ptr + token.to(gl.int64) * stride_q_token
-        head = (tile % WORK.head_blocks) * BLOCK_H + hide_value(lane)
+        head = (tile % WORK.head_blocks) * BLOCK_H + hide_value(lane)  # [64]
         mbarrier.wait(barriers.index(K_FREE + slot), phase)
         left = k_smem.index(slot).slice(0, 256, dim=1)
         right = k_smem.index(slot).slice(256, 256, dim=1)

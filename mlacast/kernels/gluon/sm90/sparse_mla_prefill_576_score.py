@@ -81,11 +81,11 @@ def _fold_scores(s, running_max, partial_sum, score_scale):
         weights [64, 64] bfloat16, the factor alpha [64] of everything before, the new maximum [64]
         (base 2) and the new partial sums [64, 4], one per thread of a quad.
     """
-    new_max = gl.maximum(running_max, gl.max(s, 1) * score_scale)
+    new_max = gl.maximum(running_max, gl.max(s, 1) * score_scale)  # [64]
     # -inf - -inf is NaN: shift by 0 while nothing valid has been seen.
     shift = gl.where(new_max == -float("inf"), 0.0, new_max)
-    p = gl.exp2(s * score_scale - shift[:, None])
-    alpha = gl.exp2(running_max - shift)
+    p = gl.exp2(s * score_scale - shift[:, None])  # [64, 64]
+    alpha = gl.exp2(running_max - shift)  # [64]
     by_quad = gl.sum(gl.sum(gl.reshape(p, (64, 8, 4, 2)), 3), 1)  # [64, 4]
     by_quad = gl.convert_layout(by_quad, _PARTIAL, assert_trivial=True)
     rescale = gl.convert_layout(alpha, gl.SliceLayout(1, _PARTIAL))
@@ -153,7 +153,7 @@ def _load_query(q_slot, q_16_smem, q_smem, Q: gl.constexpr):
 @gluon.jit
 def _load_sink(sink_ptr, tile, num_heads, WORK: gl.constexpr, ROW: gl.constexpr):
     """Sinks [64] of the heads of a tile."""
-    head = (tile % WORK.head_blocks) * BLOCK_H + hide_rows(ROW)
+    head = (tile % WORK.head_blocks) * BLOCK_H + hide_rows(ROW)  # [64]
     if WORK.full_tiles:
         return gl.load(sink_ptr + head)
     else:
@@ -183,7 +183,7 @@ def _find_factors(running_max, partial_sum, sink, HAS_SINK: gl.constexpr):
 def _store_sums(max_logits_ptr, lse_ptr, running_max, lse, tile, num_heads, WORK: gl.constexpr):
     """Store lse and the largest logits [64] of the heads of a tile."""
     ROW: gl.constexpr = lse.type.layout
-    head = (tile % WORK.head_blocks) * BLOCK_H + hide_rows(ROW)
+    head = (tile % WORK.head_blocks) * BLOCK_H + hide_rows(ROW)  # [64]
     target = find_row_offset(tile // WORK.head_blocks, num_heads)
     if WORK.full_tiles:
         gl.store(lse_ptr + target + head, lse)

@@ -54,13 +54,16 @@ def gather_query(
     WORK: gl.constexpr,
     QUERY: gl.constexpr,
 ):
-    """Ask for the query of a tile, [64, 512], of the token at ``base``: into ``slot``."""
+    """Ask for the query of a tile, [64, 512], of the token at ``base``: into ``slot``.
+
+    Heads of a token are less than 2**31 elements apart (``heads:far_apart`` in ``ops.layout``).
+    """
     LAYOUT: gl.constexpr = lane.type.layout.parent
     # In chunk16 order the address of each chunk is its own: fewer columns at a time.
     WIDTH: gl.constexpr = 64 if QUERY.chunk16 else 512
     for first in gl.static_range(0, 512, WIDTH):
-        head = (tile % WORK.head_blocks) * BLOCK_H + hide_value(lane)
-        q_d = first + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+        head = (tile % WORK.head_blocks) * BLOCK_H + hide_value(lane)  # [64]
+        q_d = first + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))  # [WIDTH]
         if QUERY.chunk16:
             chunk = (q_d // 16) * (hide_value(num_heads) * 16) + q_d % 16
             query = base + ((head * 16)[:, None] + chunk[None, :])

@@ -36,6 +36,7 @@ def prefetch_rows(early, topk, WORK: gl.constexpr):
     k_ready, eps, score_scale_log2, indices_ptr, stride_indices, kv_ptr, stride_kv, s_kv = early
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     token = gl.program_id(0) // (2 * WORK.head_blocks)
+    # [256]
     column = _FIRST + (gl.program_id(0) % 2) * _COLUMNS + gl.arange(0, _COLUMNS, LAYOUT)
     limit = gl.where(gl.num_programs(0) <= 2 * _FEW_TILES, topk, 0)
     ids = gl.load(

@@ -49,7 +49,7 @@ def find_score_scales(query, eps, score_scale_log2, S: gl.constexpr, QUERY: gl.c
 
 @gluon.jit
 def _start_left(q_left, k, S: gl.constexpr):
-    """Issue q k^T of the first 256 dimensions, which are in registers."""
+    """Issue q k^T [64, 64] of the first 256 dimensions, which are in registers; ``k`` [64, 512]."""
     kt = k.permute((1, 0))
     zeros = gl.zeros((64, 64), gl.float32, S)
     return warpgroup_mma(q_left, kt.slice(0, 256, dim=0), zeros, use_acc=False, is_async=True)

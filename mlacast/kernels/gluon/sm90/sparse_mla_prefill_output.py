@@ -58,7 +58,7 @@ def _start_product(
     Consumes ``p_ready`` and, with one program a tile, ``p_go``.
     """
     mbarrier.wait(p_ready.index(buffer), phase)
-    alpha = alpha_smem.index(buffer).load(gl.SliceLayout(1, o.type.layout))
+    alpha = alpha_smem.index(buffer).load(gl.SliceLayout(1, o.type.layout))  # [64]
     if WORK.parts == 1:
         o = rescale(o, alpha, 128)
         mbarrier.wait(p_go.index(buffer), phase)
@@ -205,7 +205,7 @@ def run_output_role(
         if ROTATES:
             prefetch_angles(table_ptr, stride_table, angles)
         empty = total == 0.0  # [64]
-        divisor = gl.where(empty, 1.0, total)
+        divisor = gl.where(empty, 1.0, total)  # [64]
         lse2 = running_max + gl.log2(divisor)  # [64]
         lse = gl.where(empty, -float("inf"), lse2 * LN_2)  # [64]
         factor = gl.where(empty, 0.0, 1.0 / divisor)  # [64]

@@ -76,7 +76,10 @@ def take_query(
 
 @gluon.jit
 def start_scores(q_left, q_middle, q_right_smem, k, bias):
-    """Issue q k^T on top of the bias row; 384 query dimensions are in registers, 128 in memory."""
+    """Issue q k^T [64, 64] on top of the bias row, of a block ``k`` [64, 512].
+
+    384 query dimensions are in registers, 128 in memory.
+    """
     kt = k.permute((1, 0))
     s = warpgroup_mma(q_left, kt.slice(0, 256, dim=0), bias, is_async=True)
     s = warpgroup_mma(q_middle, kt.slice(256, 128, dim=0), s, is_async=True)
