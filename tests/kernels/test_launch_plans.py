@@ -75,19 +75,19 @@ def test_a_portable_decode_has_no_more_splits_than_blocks(
 
 
 @pytest.mark.parametrize(
-    ("num_splits", "plan"),
+    ("num_tokens", "num_splits", "plan"),
     [
-        # Two tiles of 64 heads a token: 66 programs each, and ten blocks of 64 keys to share.
-        (None, HopperDecodePlan(WorkConfig(2, False, True), 10, 20, 20)),
+        # 16 tiles of 64 heads leave eight programs to each; ten blocks of 64 keys go by two.
+        (8, None, HopperDecodePlan(WorkConfig(2, False, True), 5, 80, 80)),
         # Twice 70 items are more than run at a time.
-        (70, HopperDecodePlan(WorkConfig(2, False, True), 70, 140, 132)),
-        (1, HopperDecodePlan(WorkConfig(2, False, False), 1, 2, 2)),
+        (1, 70, HopperDecodePlan(WorkConfig(2, False, True), 70, 140, 132)),
+        (1, 1, HopperDecodePlan(WorkConfig(2, False, False), 1, 2, 2)),
     ],
 )
 def test_a_hopper_decode_has_no_more_programs_than_multiprocessors(
-    num_splits: int | None, plan: HopperDecodePlan
+    num_tokens: int, num_splits: int | None, plan: HopperDecodePlan
 ) -> None:
-    assert hopper_decode_plan(1, 65, 640, 132, num_splits, False) == plan
+    assert hopper_decode_plan(num_tokens, 65, 640, 132, num_splits, False) == plan
 
 
 def test_plans_of_calls_are_made_of_the_multiprocessors_of_their_device(

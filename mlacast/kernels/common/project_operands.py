@@ -120,7 +120,7 @@ def _load_packed_bytes(
     ``sf`` [ROWS] points at the group's first word of each token.
     """
     if CHUNK32:
-        packed = tl.zeros(sf.shape, tl.int32)
+        packed = tl.zeros(sf.shape, tl.int32)  # [ROWS]
         for part in tl.static_range(BLOCK_K // 32):
             block = _find_block(start + part * 32, F, True)
             word = tl.load(sf + tl.cast(block // 4, tl.int64) * stride_word)
@@ -141,11 +141,11 @@ def _load_swizzled_word(
         words = sf_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         return tl.load(words + (base // 4 + (first // 4).to(tl.int64) * 128))
     else:
-        packed = tl.zeros(row.shape, tl.int32)
+        packed = tl.zeros(row.shape, tl.int32)  # [ROWS]
         for part in tl.static_range(4):
             column = first + part
             place = base + (column // 4).to(tl.int64) * 512 + column % 4
-            byte = tl.load(sf_ptr + place, mask=(row >= 0) & (column < columns), other=0)
+            byte = tl.load(sf_ptr + place, mask=(row >= 0) & (column < columns), other=0)  # [ROWS]
             packed |= byte.to(tl.int32) << (8 * part)
         return packed
 
@@ -206,7 +206,7 @@ def _load_activation_factor(
         block = (
             _find_block(start, SOURCE.features, True) if SOURCE.chunk32 else start // SOURCE.group
         )
-        word = tl.load(sf + tl.cast(block // 4, tl.int64) * stride_word)
+        word = tl.load(sf + tl.cast(block // 4, tl.int64) * stride_word)  # [ROWS]
         return decode_ue8m0((word >> (block % 4 * 8)) & 0xFF)
 
 
@@ -237,7 +237,7 @@ def _make_weight_operand(
     else:
         values = cast_from_e4m3(codes, NATIVE)
         if AS_OPERAND:
-            word = tl.load(sf + tl.cast(start // 128, tl.int64) * stride_word)
+            word = tl.load(sf + tl.cast(start // 128, tl.int64) * stride_word)  # [COLUMNS]
             values *= decode_ue8m0(_spread_bytes(word, start, BLOCK_K, 32))
         return values
 
@@ -326,6 +326,7 @@ def make_operands(
 def add_product(acc, x, w, x_factor, w_factor, PRODUCT: tl.constexpr):
     """``acc`` [BLOCK_M, BLOCK_N] and the product of a step, times its factors if there are any."""
     if PRODUCT.x_factor or PRODUCT.w_factor:
+        # [BLOCK_M, BLOCK_N]
         part = tl.dot(x, tl.trans(w), input_precision="ieee", out_dtype=tl.float32)
         if PRODUCT.x_factor and PRODUCT.w_factor:
             factor = (x_factor * w_factor)[:, None]

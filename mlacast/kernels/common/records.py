@@ -46,7 +46,7 @@ def _load_bf16_columns(cache_ptr, start, first: tl.constexpr, valid, D: tl.const
     )
     high = tl.load(
         cache_ptr + start[:, None] + (2 * (columns - first) + 1)[None, :], mask=inside, other=0
-    )
+    )  # [BLOCK_N, D]
     bits = (low.to(tl.int32) | (high.to(tl.int32) << 8)) << 16  # [BLOCK_N, D]
     return bits.to(tl.float32, bitcast=True)
 

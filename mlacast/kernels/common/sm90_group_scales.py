@@ -55,10 +55,11 @@ def _spread(value, pairs, GROUP: gl.constexpr):
     """Repeat a number per head and group, as ``_find_group_max`` has them, over ``_view_pairs``."""
     BY_LANE: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, pairs.type.layout))
     if GROUP == 128:
+        # [64, 1]
         of_groups = gl.convert_layout(value, gl.SliceLayout(2, BY_LANE), assert_trivial=True)
         of_lanes = gl.expand_dims(of_groups, 2)
     else:
-        of_lanes = gl.convert_layout(undeal(value), BY_LANE, assert_trivial=True)
+        of_lanes = gl.convert_layout(undeal(value), BY_LANE, assert_trivial=True)  # [64, 4, 4]
     wide = gl.expand_dims(gl.expand_dims(of_lanes, 2), 4)
     return gl.broadcast(wide, pairs)[0]
 
@@ -67,7 +68,7 @@ def _spread(value, pairs, GROUP: gl.constexpr):
 def _put_beside(value, pairs):
     """Dealt numbers [64, 4] beside all ``_view_pairs`` columns of the lane that has them."""
     LANES: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, pairs.type.layout))
-    lanes = gl.convert_layout(value, gl.SliceLayout(1, LANES), assert_trivial=True)
+    lanes = gl.convert_layout(value, gl.SliceLayout(1, LANES), assert_trivial=True)  # [64, 4]
     wide = gl.expand_dims(gl.expand_dims(gl.expand_dims(lanes, 1), 2), 4)
     return gl.broadcast(wide, pairs)[0]
 

@@ -71,7 +71,7 @@ def pack_e4m3(x, alive, MASKED: gl.constexpr):
     lane = hide_value(
         gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))))
     )
-    pick = gl.where((lane & 1) == 1, 0x7632, 0x5410)
+    pick = gl.where((lane & 1) == 1, 0x7632, 0x5410)  # [4]
     sort = gl.where((lane & 1) == 1, 0x1054, 0x5410) ^ gl.where(lane >= 2, 0x2222, 0)
     words = gl.inline_asm_elementwise(
         _PACK_E4M3,
@@ -94,7 +94,7 @@ def pack_e4m3(x, alive, MASKED: gl.constexpr):
             alive,
             gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, words.type.layout))),
             assert_trivial=True,
-        )
+        )  # [64]
         words = words & mask[:, None, None, None]
     return gl.reshape(words, (64, 32))
 
@@ -103,6 +103,7 @@ def pack_e4m3(x, alive, MASKED: gl.constexpr):
 def pack_bf16(x, alive, MASKED: gl.constexpr):
     """Values of [64, 128], 8 neighbouring ones in a thread; ``alive`` as in ``pack_e4m3``."""
     if MASKED:
+        # [64]
         mask = gl.convert_layout(alive, gl.SliceLayout(1, x.type.layout), assert_trivial=True)
         values = gl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1; and.b32 $0, $0, $3;",

@@ -70,6 +70,6 @@ def join_max_of_neighbours(x):
 @gluon.jit
 def undeal(x):
     """Numbers [64, 4] as ``deal_max`` leaves them, in every lane: [64, 4, lane]."""
-    even = gl.join(_read_lane(x, 0), _read_lane(x, 2))
-    odd = gl.join(_read_lane(x, 1), _read_lane(x, 3))
+    even = gl.join(_read_lane(x, 0), _read_lane(x, 2))  # [64, 4, 2]
+    odd = gl.join(_read_lane(x, 1), _read_lane(x, 3))  # [64, 4, 2]
     return gl.reshape(gl.permute(gl.join(even, odd), (0, 2, 3, 1)), (64, 4, 4))

@@ -33,7 +33,7 @@ def hide_rows(LAYOUT: gl.constexpr):
     They come from the thread's lane where they are needed, so that no register keeps them.
     """
     ACCUMULATOR: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    row = gl.arange(0, 64, gl.SliceLayout(1, ACCUMULATOR))
+    row = gl.arange(0, 64, gl.SliceLayout(1, ACCUMULATOR))  # [64]
     rows = gl.inline_asm_elementwise(
         _ROW_OF_QUAD, "=r,r", [row & 0x38], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -182,7 +182,7 @@ def rotate_back(x, cos, sin, HALF_PAIRING: gl.constexpr):
     first, second = split_pairs(rope, HALF_PAIRING)
     turned_first, turned_second = _turn(first, second, cos, sin)
     rope = join_pairs(turned_first, turned_second, HALF_PAIRING)
-    joined = gl.join(plain, gl.convert_layout(rope, plain.type.layout))
+    joined = gl.join(plain, gl.convert_layout(rope, plain.type.layout))  # [64, 64, 2]
     return gl.reshape(gl.permute(joined, (0, 2, 1)), (64, 128))
 
 

@@ -45,7 +45,7 @@ def _store_rows(
     if OUTPUT.chunk32:
         column = (column // CHUNK) * (HEADS * CHUNK) + column % CHUNK
     rows = find_aligned_offset(head // HEADS, stride_group // WORD) + (head % HEADS) * HEAD_STEP
-    pointers = data_ptr + rows[:, None] + column[None, :]
+    pointers = data_ptr + rows[:, None] + column[None, :]  # [64, COLUMNS]
     if FULL_TILES:
         gl.store(pointers, values)
     else:
@@ -85,13 +85,13 @@ def _store_scales(
         if not OUTPUT.chunk32:
             in_row = (group + within * (128 // GROUP) * stride_word) * 4
             in_column = (block // 4) * stride_word * 4 + block % 4
-            offsets = in_row[:, None] + in_column[None, :]
+            offsets = in_row[:, None] + in_column[None, :]  # [64, n]
         elif HEADS % 4 == 0:
             in_row = (group + (within // 4) * stride_word) * 4 + within % 4
             in_column = block * (HEADS // 4) * stride_word * 4
-            offsets = in_row[:, None] + in_column[None, :]
+            offsets = in_row[:, None] + in_column[None, :]  # [64, n]
         else:
-            index = (block * HEADS)[None, :] + within[:, None]
+            index = (block * HEADS)[None, :] + within[:, None]  # [64, n]
             offsets = (group[:, None] + (index // 4) * stride_word) * 4 + index % 4
         pointers = sf_ptr.to(gl.pointer_type(gl.uint8), bitcast=True) + row * stride_token * 4
         stored = scales.to(gl.uint8)

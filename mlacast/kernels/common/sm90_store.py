@@ -95,13 +95,13 @@ def _store_scales(
         if not OUTPUT.chunk32:
             in_row = (group + within * (128 // GROUP) * stride_word) * 4
             in_column = (block // 4) * stride_word * 4 + block % 4
-            offsets = in_row[:, None] + in_column[None, :]
+            offsets = in_row[:, None] + in_column[None, :]  # [heads, n / group]
         elif HEADS % 4 == 0:
             in_row = (group + (within // 4) * stride_word) * 4 + within % 4
             in_column = block * (HEADS // 4) * stride_word * 4
-            offsets = in_row[:, None] + in_column[None, :]
+            offsets = in_row[:, None] + in_column[None, :]  # [heads, n / group]
         else:
-            index = (block * HEADS)[None, :] + within[:, None]
+            index = (block * HEADS)[None, :] + within[:, None]  # [heads, n / group]
             offsets = (group[:, None] + (index // 4) * stride_word) * 4 + index % 4
         bytes_ptr = sf_ptr.to(gl.pointer_type(gl.uint8), bitcast=True)
         bytes_ptr += row * stride_token * 4
@@ -139,7 +139,8 @@ def _quantise_groups(x, KIND: gl.constexpr, GROUP: gl.constexpr, AMAX_FLOOR: gl.
         scale = gl.div_rn(gl.minimum(floored, FLOAT32_MAX), 448.0)
         scale = gl.where(has_nan, float("nan"), scale)
         ROW: gl.constexpr = gl.SliceLayout(2, grouped.type.layout)
-        divisor = gl.expand_dims(gl.convert_layout(scale, ROW), 2)
+        divisor = gl.expand_dims(gl.convert_layout(scale, ROW), 2)  # [heads, n / GROUP, 1]
+        # [heads, n / GROUP, 1]
         inverse = gl.expand_dims(gl.convert_layout(gl.div_rn(1.0, scale), ROW), 2)
         # The quotient and one correction are the IEEE division; infinity takes the largest number.
         finite = gl.minimum(gl.maximum(grouped, -FLOAT32_MAX), FLOAT32_MAX)
@@ -152,6 +153,7 @@ def _quantise_groups(x, KIND: gl.constexpr, GROUP: gl.constexpr, AMAX_FLOOR: gl.
         # The smallest power of two not below amax / 448: 448 is 1.75 * 2**8, so the exponent moves
         # up exactly where the mantissa exceeds 1.75.
         bits = floored.to(gl.int32, bitcast=True)
+        # [heads, n / GROUP]
         exponent = gl.where(bits >= 0x7F800000, 254, ((bits + 0x1FFFFF) >> 23) - 8)
         exponent = gl.where(has_nan, 254, exponent)
         # Dividing by a power of two is exact as a product; 2**-127 is a subnormal.

@@ -93,7 +93,7 @@ def _load_plain(ptr, offsets, mask):
     if ptr.dtype.element_ty == tl.uint8:
         x = decode_e4m3(tl.load(ptr + offsets, mask=mask, other=0)).to(tl.float16)
     else:
-        x = tl.load(ptr + offsets, mask=mask, other=0.0)
+        x = tl.load(ptr + offsets, mask=mask, other=0.0)  # [BLOCK_H, n]
     return x
 
 
@@ -146,7 +146,7 @@ def load_query(
         if QUERY.is_rotated:
             partners = (
                 tail_rows + (512 + find_partner_column(tail_d, 64, QUERY.half_pairing))[None, :]
-            )
+            )  # [BLOCK_H, 64]
             tail = load_rotated(
                 base, tail_offsets, partners, tail_mask, angles, 64, QUERY.half_pairing
             )
@@ -250,7 +250,7 @@ def finish_rows(
     lse = tl.where(empty, -float("inf"), (running_max + tl.log2(divisor)) * LN_2)  # [BLOCK_H]
     factor = tl.where(empty, 0.0, 1.0 / divisor)  # [BLOCK_H]
     if END.has_sink:
-        head = head_start + tl.arange(0, acc.shape[0])
+        head = head_start + tl.arange(0, acc.shape[0])  # [BLOCK_H]
         sink = tl.load(sink_ptr + head, mask=head < num_heads, other=-float("inf"))  # [BLOCK_H]
         # An empty row keeps the factor 0: sink - (-inf) would be +inf, -inf - (-inf) NaN.
         shifted = tl.where(empty, 0.0, sink - lse)  # [BLOCK_H]

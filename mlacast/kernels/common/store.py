@@ -162,6 +162,7 @@ def _encode_nvfp4(out, global_scale, NATIVE: tl.constexpr):
     wanted = tl.minimum(global_scale * tl.math.div_rn(amax, 6.0), 448.0)  # [ROWS, blocks]
     # The codes match the stored scale, so the multiplier comes from its decoded value.
     if NATIVE:
+        # [ROWS, blocks]
         sf = tl.where(has_nan, 0x7F, cast_to_fp8(wanted, False, NATIVE)).to(tl.uint8)
         counts = (sf != 0) & (has_nan == 0)
         decoded = cast_from_e4m3(tl.where(counts, sf, 0x38).to(tl.uint8), NATIVE)
@@ -174,12 +175,12 @@ def _encode_nvfp4(out, global_scale, NATIVE: tl.constexpr):
         pairs = cast_to_e2m1_pairs(low, high, factor, kept)
         return tl.reshape(pairs, (ROWS, WIDTH // 2)), sf
     else:
-        sf = tl.where(has_nan, 0x7F, encode_e4m3(wanted))
+        sf = tl.where(has_nan, 0x7F, encode_e4m3(wanted))  # [ROWS, blocks]
         sf16 = (sf.to(tl.uint16) << 7).to(tl.float16, bitcast=True)
         decoded = sf16.to(tl.float32) * 256.0
         multiplier = tl.where(
             sf == 0, 0.0, tl.math.div_rn(global_scale, tl.where(sf == 0, 1.0, decoded))
-        )
+        )  # [ROWS, blocks]
         codes = encode_e2m1_numbers(grouped * tl.expand_dims(multiplier, 2))  # [ROWS, blocks, 16]
         kept = tl.expand_dims(tl.where(has_nan | (sf == 0), 0, 0xF), 2)
         codes = (codes & kept) | tl.expand_dims(tl.where(has_nan, 0x7, 0), 2)
@@ -193,6 +194,7 @@ def _divide(x, divisor, NATIVE: tl.constexpr):
     if NATIVE:
         # A product with the reciprocal, corrected once by its exact remainder, is the quotient
         # unless that is subnormal, and then its code is 0. Infinity becomes the largest number.
+        # [ROWS, blocks, GROUP]
         inverse = tl.broadcast_to(tl.expand_dims(tl.math.div_rn(1.0, divisor), 2), x.shape)
         x = tl.minimum(tl.maximum(x, -3.4028234663852886e38), 3.4028234663852886e38)
         quotient = x * inverse
@@ -215,7 +217,7 @@ def _encode_fp8(grouped, KIND: tl.constexpr, AMAX_FLOOR: tl.constexpr, NATIVE: t
     if KIND == FP8_FLOAT32:
         floored = tl.minimum(floored, 3.4028234663852886e38)
         scale = tl.math.div_rn(floored, 448.0)
-        stored = tl.where(has_nan, float("nan"), scale)
+        stored = tl.where(has_nan, float("nan"), scale)  # [ROWS, blocks]
         ratio = _divide(grouped, scale, NATIVE)
     else:
         # An infinite amax keeps its bits here and takes the largest exponent.
@@ -225,7 +227,7 @@ def _encode_fp8(grouped, KIND: tl.constexpr, AMAX_FLOOR: tl.constexpr, NATIVE: t
         if KIND == FP8_FLOAT32_POW2:
             stored = (exponent << 23).to(tl.float32, bitcast=True)
         # Dividing by a power of two is exact as a product; 2**-127 is a subnormal.
-        inverse_bits = tl.where(exponent == 254, 0x400000, (254 - exponent) << 23)
+        inverse_bits = tl.where(exponent == 254, 0x400000, (254 - exponent) << 23)  # [ROWS, blocks]
         ratio = grouped * tl.expand_dims(inverse_bits.to(tl.float32, bitcast=True), 2)
     codes = cast_to_fp8(ratio, False, NATIVE)
     return tl.where(tl.expand_dims(has_nan.to(tl.int32), 2) != 0, 0x7F, codes).to(tl.uint8), stored

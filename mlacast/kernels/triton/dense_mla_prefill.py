@@ -39,7 +39,7 @@ _UNALIGNED = ["cu_q_ptr", "cu_k_ptr", "lse_ptr", "sf_ptr", "scale_ptr"]
 @triton.jit
 def _load_bound(ptr, at, last, limit):
     """Bounds ``at`` [n] of the packed sequences: 0 before the first, ``limit`` behind ``last``."""
-    value = tl.load(ptr + at, mask=(at >= 0) & (at <= last), other=0)
+    value = tl.load(ptr + at, mask=(at >= 0) & (at <= last), other=0)  # [n]
     value = tl.minimum(tl.maximum(value, 0), limit)
     return tl.where(at > last, limit, value)
 
@@ -177,8 +177,8 @@ def _attend(
         if IS_MASKED:
             exists = (first + lane < num_keys)[:, None]  # [BLOCK_N, 1]
             keys = tl.load(k_rows + d[None, :], mask=exists, other=0.0)
-            key_tails = tl.load(k_rows + tail[None, :], mask=exists, other=0.0)
-            values = tl.load(v_rows + d[None, :], mask=exists, other=0.0)
+            key_tails = tl.load(k_rows + tail[None, :], mask=exists, other=0.0)  # [BLOCK_N, 64]
+            values = tl.load(v_rows + d[None, :], mask=exists, other=0.0)  # [BLOCK_N, 128]
         else:
             keys = tl.load(k_rows + d[None, :])  # [BLOCK_N, 128]
             key_tails = tl.load(k_rows + tail[None, :])  # [BLOCK_N, 64]

@@ -35,8 +35,8 @@ def _load(cache_ptr, start, N: tl.constexpr, valid, used: tl.constexpr):
 @triton.jit
 def _join_bytes(raw, ROWS: tl.constexpr, N: tl.constexpr, BYTES: tl.constexpr):
     """Bytes (uint8 [ROWS, N * BYTES]) as int32 [ROWS, N]: a record may start at any address."""
-    lane = tl.arange(0, N * BYTES) % BYTES
-    shifted = raw.to(tl.int32) << (lane * 8)[None, :]
+    lane = tl.arange(0, N * BYTES) % BYTES  # [N * BYTES]
+    shifted = raw.to(tl.int32) << (lane * 8)[None, :]  # [ROWS, N * BYTES]
     return tl.sum(tl.reshape(shifted, (ROWS, N, BYTES)), 2)
 
 

@@ -183,7 +183,7 @@ def _load_pairs(x_ptr, row, exists, PAIRS: tl.constexpr):
     R: tl.constexpr = PAIRS.columns
     pair = tl.arange(0, PAIRS.block)  # [block]
     if PAIRS.half_pairing:
-        mask = exists[:, None] & (pair < R // 2)[None, :]
+        mask = exists[:, None] & (pair < R // 2)[None, :]  # [ROWS, block]
         source = x_ptr + row[:, None] + pair[None, :]  # [ROWS, block]
         first = cast_to_float32(tl.load(source, mask=mask))
         second = cast_to_float32(tl.load(source + R // 2, mask=mask))
@@ -227,13 +227,13 @@ def _store_rotated(
     if PAIRS.half_pairing:
         pair = tl.arange(0, BLOCK_PAIRS)  # [block]
         mask = exists[:, None] & (pair < R // 2)[None, :]
-        target = out_ptr + row[:, None] + pair[None, :]
+        target = out_ptr + row[:, None] + pair[None, :]  # [ROWS, block]
         tl.store(target, first_code, mask=mask)
         tl.store(target + R // 2, second_code, mask=mask)
     else:
         column = tl.arange(0, 2 * BLOCK_PAIRS)  # [2 * block]
         codes = tl.reshape(tl.join(first_code, second_code), (ROWS, 2 * BLOCK_PAIRS))
-        target = out_ptr + row[:, None] + column[None, :]
+        target = out_ptr + row[:, None] + column[None, :]  # [ROWS, 2 * block]
         tl.store(target, codes, mask=exists[:, None] & (column < R)[None, :])
 
 
@@ -301,6 +301,7 @@ def quantize_keys(
     Shapes as in ``quantize_queries``.
     """
     token, head, page, place, exists = moves
+    # [ROWS]
     position = tl.load(angles.positions_ptr + token * angles.stride_positions, mask=exists, other=0)
     if KEY.columns > 0:
         plain_row = token * nope.stride_token + head * nope.stride_head

@@ -46,6 +46,7 @@ def read_word(words, WORD: gl.constexpr):
 def write_words(words, num_blocks, first_row, sequence_start, num_keys, diagonal, head):
     """Describe a tile to the consumers."""
     # Every thread has all words: no register for its own place among them.
+    # [TILE_WORDS]
     word = gl.arange(0, TILE_WORDS, gl.BlockedLayout([TILE_WORDS], [32], [gl.num_warps()], [0]))
     value = gl.where(word == NUM_BLOCKS, num_blocks, head)
     value = gl.where(word == FIRST_ROW, first_row, value)
@@ -79,7 +80,8 @@ def count_section_tiles(
     place = gl.arange(0, SEQUENCES, LAYOUT)  # [SEQUENCES]
     sequence = (section // head_sections) * section_batch + place  # [SEQUENCES]
     inside = (place < section_batch) & (sequence <= batch)
-    start = gl.load(cu_seqlens_q_ptr + sequence, mask=inside, other=0)
+    start = gl.load(cu_seqlens_q_ptr + sequence, mask=inside, other=0)  # [SEQUENCES]
+    # [SEQUENCES]
     stop = gl.load(cu_seqlens_q_ptr + sequence + 1, mask=inside & (sequence < batch), other=0)
     stop = gl.where(inside & (sequence == batch), num_rows, stop)
     return (stop - start + (TILE_M - 1)) // TILE_M

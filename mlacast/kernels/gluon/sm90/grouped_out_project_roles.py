@@ -90,7 +90,7 @@ def _load_words(pointers, steps, step, STEPS: gl.constexpr):
     """
     x_sf, w_sf = pointers
     x_step, w_step = steps
-    x_words = gl.load(x_sf + gl.minimum(step, STEPS - 1).to(gl.int64) * x_step)
+    x_words = gl.load(x_sf + gl.minimum(step, STEPS - 1).to(gl.int64) * x_step)  # [BLOCK_M]
     return x_words, gl.load(w_sf + gl.minimum(step, STEPS - 1).to(gl.int64) * w_step)
 
 

@@ -64,9 +64,9 @@ def _fetch_query(
         d = FIRST + first + gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))  # [64]
         if CHUNK16:
             chunk = (d // 16) * (hide_value(num_heads) * 16) + d % 16
-            pointers = base + ((head * 16)[:, None] + chunk[None, :])
+            pointers = base + ((head * 16)[:, None] + chunk[None, :])  # [64, 64]
         else:
-            pointers = base + (head * stride_q_head)[:, None] + d[None, :]
+            pointers = base + (head * stride_q_head)[:, None] + d[None, :]  # [64, 64]
         half = k_even if first < 128 else k_odd
         target = half.index(slot).slice(first % 128, 64, dim=1)
         if FULL_TILES:

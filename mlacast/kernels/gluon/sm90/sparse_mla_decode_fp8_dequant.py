@@ -62,7 +62,8 @@ WORDS_OF_TAIL = gl.constexpr(gl.NVMMASharedLayout(64, 32, 2))
 def _copy_rows(target, rows, valid, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
     """Start copying words ``FIRST``.. of ``rows`` [64]; those that are not valid become zeros."""
     PER_ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    column = FIRST + gl.arange(0, target.shape[1], gl.SliceLayout(0, LAYOUT))
+    column = FIRST + gl.arange(0, target.shape[1], gl.SliceLayout(0, LAYOUT))  # [n]
+    # [64, n]
     pointers = gl.convert_layout(rows, PER_ROW, assert_trivial=True)[:, None] + column[None, :]
     mask = gl.convert_layout(valid, PER_ROW, assert_trivial=True)[:, None]
     async_copy.async_copy_global_to_shared(target, pointers, mask=mask)

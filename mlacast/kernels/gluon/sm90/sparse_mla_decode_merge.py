@@ -86,9 +86,9 @@ def _rotate_pairs(x, cos, sin, HALF_PAIRING: gl.constexpr):
     else:
         first, second = gl.split(gl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
         PAIRS: gl.constexpr = cos.type.layout
-        first = gl.convert_layout(first, PAIRS, assert_trivial=True)
-        second = gl.convert_layout(second, PAIRS, assert_trivial=True)
-        pairs = gl.join(first * cos + second * sin, second * cos - first * sin)
+        first = gl.convert_layout(first, PAIRS, assert_trivial=True)  # [heads, n / 2]
+        second = gl.convert_layout(second, PAIRS, assert_trivial=True)  # [heads, n / 2]
+        pairs = gl.join(first * cos + second * sin, second * cos - first * sin)  # [heads, n / 2, 2]
         rotated = gl.reshape(pairs, x.shape)
         return gl.convert_layout(rotated, x.type.layout, assert_trivial=True)
 
@@ -114,7 +114,7 @@ def _rotate_back(x, cos, sin, dead, N: gl.constexpr, HALF_PAIRING: gl.constexpr)
     is_rope = gl.arange(0, N, gl.SliceLayout(0, LAYOUT)) >= N - 64  # [N]
     last = gl.where(is_rope[None, :] & (dead == 0)[:, None], rotated, last)
     last = gl.convert_layout(last, gl.SliceLayout(1, blocks.type.layout), assert_trivial=True)
-    joined = gl.where(is_last, gl.expand_dims(last, 1), blocks)
+    joined = gl.where(is_last, gl.expand_dims(last, 1), blocks)  # [heads, 512 / N, N]
     return gl.convert_layout(gl.reshape(joined, (HEADS, 512)), LAYOUT, assert_trivial=True)
 
 
@@ -203,8 +203,8 @@ def _find_factors(running_max, running_sum, sink, HAS_SINK: gl.constexpr):
     factor = gl.where(empty, 0.0, 1.0 / divisor)  # [heads]
     if HAS_SINK:
         # An empty row keeps the factor 0: sink - (-inf) would be +inf, -inf - (-inf) NaN.
-        shifted = gl.where(empty, 0.0, sink - lse)
-        factor = gl.where(sink == float("inf"), 0.0, factor / (1.0 + gl.exp(shifted)))
+        shifted = gl.where(empty, 0.0, sink - lse)  # [heads]
+        factor = gl.where(sink == float("inf"), 0.0, factor / (1.0 + gl.exp(shifted)))  # [heads]
     return factor, lse
 
 
@@ -268,7 +268,7 @@ def merge_splits_kernel(
     scale = load_output_scale(scale_ptr, OUTPUT.kind)
     sink = scale
     if END.has_sink:
-        sink = gl.load(sink_ptr + head)
+        sink = gl.load(sink_ptr + head)  # [heads]
     if END.rotates_back:
         position = gl.load(positions_ptr + token * stride_positions).to(gl.int64)
     if PDL:

@@ -332,7 +332,8 @@ def fetch_tail(target, rows, valid):
     They are no part of the values, so that they need not be in the unit of the codes: the query's
     last dimensions make up for it. ``target`` is an int32 view [64, 32].
     """
-    column = 132 + gl.arange(0, 32, gl.SliceLayout(0, WORDS_32))
+    column = 132 + gl.arange(0, 32, gl.SliceLayout(0, WORDS_32))  # [32]
+    # [64, 32]
     pointers = gl.convert_layout(rows, ROW, assert_trivial=True)[:, None] + column[None, :]
     mask = gl.convert_layout(valid, ROW, assert_trivial=True)[:, None]
     async_copy.async_copy_global_to_shared(target, pointers, mask=mask)
@@ -354,10 +355,10 @@ def fetch_scales(scale_stage, scale_rows, valid, FORMAT: gl.constexpr):
     if WORDS > 0:
         LAYOUT: gl.constexpr = SCALES_8 if WORDS == 8 else SCALES_4 if WORDS == 4 else SCALES_2
         ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-        column = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
+        column = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))  # [WORDS]
         pointers = (
             gl.convert_layout(scale_rows, ROW, assert_trivial=True)[:, None] + column[None, :]
-        )
+        )  # [64, WORDS]
         mask = gl.convert_layout(valid, ROW, assert_trivial=True)[:, None]
         if WORDS == 2:
             scale_stage = scale_stage._reinterpret(gl.int32, [2, 64, 2], SCALE_STAGE).index(0)
@@ -374,9 +375,9 @@ def read_scales(scale_stage, FORMAT: gl.constexpr, MIXED: gl.constexpr):
     if FORMAT == "v41_fp4":
         pairs = scale_stage._reinterpret(gl.int16, [64, 4, 4], SCALE_PAIRS_STAGE)
         by_unit = gl.permute(gl.reshape(pairs.load(SCALE_PAIRS), (64, 2, 2, 4)), (0, 1, 3, 2))
-        even, odd = gl.split(by_unit)
+        even, odd = gl.split(by_unit)  # [64, 2, 4] each
         words = (even.to(gl.int32) & 0xFFFF) | (odd.to(gl.int32) << 16)
-        first, second = gl.split(gl.permute(words, (0, 2, 1)))
+        first, second = gl.split(gl.permute(words, (0, 2, 1)))  # [64, 4] each
         return (
             gl.convert_layout(first, BY_THREAD_MIXED, assert_trivial=True),
             gl.convert_layout(second, BY_THREAD_MIXED, assert_trivial=True),
@@ -443,7 +444,7 @@ def _split_columns(x, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
         return (gl.convert_layout(gl.reshape(x, (64,)), LAYOUT, assert_trivial=True),)
     else:
         halves = gl.permute(gl.reshape(x, (64, 2, COUNT // 2)), (0, 2, 1))
-        low, high = gl.split(halves)
+        low, high = gl.split(halves)  # [64, COUNT / 2] each
         return _split_columns(low, COUNT // 2, LAYOUT) + _split_columns(high, COUNT // 2, LAYOUT)
 
 
@@ -467,9 +468,9 @@ def _decode_e2m1(words, multipliers):
     """A unit [64, 16] to its values, [64, 64] words: a thread's scales are for two words each."""
     first, second = gl.split(gl.permute(gl.reshape(words, (64, 4, 2, 2)), (0, 1, 3, 2)))
     a, b, c, d = _multiply_e2m1_by_number(first, _repeat_by_word(multipliers, first), 0)
-    left = gl.join(gl.join(a, c), gl.join(b, d))
+    left = gl.join(gl.join(a, c), gl.join(b, d))  # [64, 4, 2, 2, 2]
     a, b, c, d = _multiply_e2m1_by_number(second, _repeat_by_word(multipliers, second), 1)
-    right = gl.join(gl.join(a, c), gl.join(b, d))
+    right = gl.join(gl.join(a, c), gl.join(b, d))  # [64, 4, 2, 2, 2]
     return gl.reshape(gl.permute(gl.join(left, right), (0, 1, 5, 2, 3, 4)), (64, 64))
 
 
@@ -516,11 +517,11 @@ def decode_unit(
         left = _decode_e4m3(halves.index(0).load(LAYOUT), multipliers, 0)
         right = _decode_e4m3(halves.index(1).load(LAYOUT), multipliers, 1)
         # One store: between two to the same piece there would be a barrier.
-        values = gl.permute(gl.join(left, right), (0, 2, 1))
+        values = gl.permute(gl.join(left, right), (0, 2, 1))  # [64, 2, 32]
         _store(target, gl.reshape(values, (64, 64)))
     elif FORMAT == "v32":
         words = stage.load(WORDS_32)
-        parts = gl.convert_layout(_split_float32(scales[UNIT]), ROW, assert_trivial=True)
+        parts = gl.convert_layout(_split_float32(scales[UNIT]), ROW, assert_trivial=True)  # [64]
         low, high = _multiply_e4m3_by_number(words, parts[:, None])
         _store(target, gl.reshape(gl.join(low, high), (64, 64)))
     else:

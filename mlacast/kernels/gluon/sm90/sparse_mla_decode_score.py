@@ -104,14 +104,14 @@ def _take_diagonal(x, row):
     # First the eight columns with the row's, which are those of a warp: few comparisons.
     blocks = gl.reshape(x, (64, 8, 8))  # [64, 8, 8]
     BLOCK: gl.constexpr = gl.SliceLayout(2, blocks.type.layout)
-    block = gl.arange(0, 8, gl.SliceLayout(0, BLOCK))
-    own = gl.convert_layout(row // 8, gl.SliceLayout(1, BLOCK), assert_trivial=True)
-    in_block = gl.expand_dims(own[:, None] == block[None, :], 2)
+    block = gl.arange(0, 8, gl.SliceLayout(0, BLOCK))  # [8]
+    own = gl.convert_layout(row // 8, gl.SliceLayout(1, BLOCK), assert_trivial=True)  # [64]
+    in_block = gl.expand_dims(own[:, None] == block[None, :], 2)  # [64, 8, 1]
     columns = gl.sum(gl.where(in_block, blocks, 0.0), 1)  # [64, 8]
     COLUMNS: gl.constexpr = columns.type.layout
-    column = gl.arange(0, 8, gl.SliceLayout(0, COLUMNS))
-    own = gl.convert_layout(row % 8, gl.SliceLayout(1, COLUMNS), assert_trivial=True)
-    diagonal = gl.sum(gl.where(own[:, None] == column[None, :], columns, 0.0), 1)
+    column = gl.arange(0, 8, gl.SliceLayout(0, COLUMNS))  # [8]
+    own = gl.convert_layout(row % 8, gl.SliceLayout(1, COLUMNS), assert_trivial=True)  # [64]
+    diagonal = gl.sum(gl.where(own[:, None] == column[None, :], columns, 0.0), 1)  # [64]
     return gl.convert_layout(diagonal, row.type.layout, assert_trivial=True)
 
 
@@ -234,7 +234,7 @@ def run_score_role(
             mbarrier.arrive(k_free.index(third), count=1)
         if QUERY.is_rotated:
             cos, sin = load_angles(table_ptr, stride_table, angles, pairs)
-            q_rope = gl.convert_layout(rotate(q_rope, cos, sin, QUERY.half_pairing), Q)
+            q_rope = gl.convert_layout(rotate(q_rope, cos, sin, QUERY.half_pairing), Q)  # [64, 64]
         if POOL.record == "v32":
             # The keys' last dimensions are not in the unit of the others.
             q_rope = (q_rope.to(gl.float32) * (1.0 / KEY_UNIT)).to(gl.bfloat16)
@@ -254,7 +254,7 @@ def run_score_role(
             squares = _take_diagonal(gram, _delay_rows(row))  # [64]
             score_scale *= gl.rsqrt(squares * (1.0 / 512.0) + eps)
             # NaN in the query comes with the scores; here it would reach masked keys.
-            score_scale = gl.where(score_scale != score_scale, 1.0, score_scale)
+            score_scale = gl.where(score_scale != score_scale, 1.0, score_scale)  # [64]
         mbarrier.arrive(k_free.index(slot), count=1)
         mbarrier.arrive(k_free.index(right), count=1)
         place = advance_place(place, RING.num_pieces)

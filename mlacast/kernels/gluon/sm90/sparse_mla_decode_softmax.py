@@ -32,13 +32,13 @@ def fold_scores(s, base, partial_sum, score_scale, PARTIAL: gl.constexpr, WEIGHT
     block_max = gl.max(s, 1) * score_scale  # [64]
     new_base = gl.where(block_max > base + (HEADROOM + LAZINESS), block_max - HEADROOM, base)
     # -inf - -inf is NaN: shift by 0 while nothing valid has been seen.
-    shift = gl.where(new_base == -float("inf"), 0.0, new_base)
+    shift = gl.where(new_base == -float("inf"), 0.0, new_base)  # [64]
     p = gl.exp2(s * score_scale[:, None] - shift[:, None])  # [64, 64]
     # What came before a row's first key is zero and needs no factor.
     alpha = gl.where(base == -float("inf"), 1.0, gl.exp2(base - shift))  # [64]
     by_quad = gl.sum(gl.sum(gl.reshape(p, (64, 8, 4, 2)), 3), 1)
-    by_quad = gl.convert_layout(by_quad, PARTIAL, assert_trivial=True)
-    rescale = gl.convert_layout(alpha, gl.SliceLayout(1, PARTIAL))
+    by_quad = gl.convert_layout(by_quad, PARTIAL, assert_trivial=True)  # [64, 4]
+    rescale = gl.convert_layout(alpha, gl.SliceLayout(1, PARTIAL))  # [64]
     return p.to(WEIGHTS), alpha, new_base, partial_sum * rescale[:, None] + by_quad
 
 
@@ -95,13 +95,13 @@ def finish_item(
         gl.store(partial_sum_ptr + state, total, mask=head < work.num_heads)
     else:
         empty = total == 0.0
-        divisor = gl.where(empty, 1.0, total)
+        divisor = gl.where(empty, 1.0, total)  # [64]
         lse = gl.where(empty, -float("inf"), (base + gl.log2(divisor)) * LN_2)  # [64]
         factor = gl.where(empty, 0.0, unit / divisor)  # [64]
         if END.has_sink:
-            sink = gl.load(sink_ptr + head, mask=head < work.num_heads, other=-float("inf"))
+            sink = gl.load(sink_ptr + head, mask=head < work.num_heads, other=-float("inf"))  # [64]
             # An empty row keeps the factor 0: -inf - (-inf) would be NaN.
-            shifted = gl.where(empty, 0.0, sink - lse)
+            shifted = gl.where(empty, 0.0, sink - lse)  # [64]
             factor = gl.where(sink == float("inf"), 0.0, factor / (1.0 + gl.exp(shifted)))
         mbarrier.wait(factor_free, item_phase ^ 1)
         factor_smem.store(factor)

@@ -83,12 +83,12 @@ def _fold_scores(s, running_max, partial_sum, score_scale):
     """
     new_max = gl.maximum(running_max, gl.max(s, 1) * score_scale)  # [64]
     # -inf - -inf is NaN: shift by 0 while nothing valid has been seen.
-    shift = gl.where(new_max == -float("inf"), 0.0, new_max)
+    shift = gl.where(new_max == -float("inf"), 0.0, new_max)  # [64]
     p = gl.exp2(s * score_scale - shift[:, None])  # [64, 64]
     alpha = gl.exp2(running_max - shift)  # [64]
     by_quad = gl.sum(gl.sum(gl.reshape(p, (64, 8, 4, 2)), 3), 1)  # [64, 4]
     by_quad = gl.convert_layout(by_quad, _PARTIAL, assert_trivial=True)
-    rescale = gl.convert_layout(alpha, gl.SliceLayout(1, _PARTIAL))
+    rescale = gl.convert_layout(alpha, gl.SliceLayout(1, _PARTIAL))  # [64]
     return p.to(gl.bfloat16), alpha, new_max, partial_sum * rescale[:, None] + by_quad
 
 
@@ -169,13 +169,13 @@ def _find_factors(running_max, partial_sum, sink, HAS_SINK: gl.constexpr):
     """
     total = gl.convert_layout(gl.sum(partial_sum, 1), running_max.type.layout)  # [64]
     empty = total == 0.0
-    divisor = gl.where(empty, 1.0, total)
+    divisor = gl.where(empty, 1.0, total)  # [64]
     lse = gl.where(empty, -float("inf"), (running_max + gl.log2(divisor)) * LN_2)  # [64]
     factor = gl.where(empty, 0.0, 1.0 / divisor)  # [64]
     if HAS_SINK:
         # An empty row keeps the factor 0: -inf - (-inf) would be NaN.
-        shifted = gl.where(empty, 0.0, sink - lse)
-        factor = gl.where(sink == float("inf"), 0.0, factor / (1.0 + gl.exp(shifted)))
+        shifted = gl.where(empty, 0.0, sink - lse)  # [64]
+        factor = gl.where(sink == float("inf"), 0.0, factor / (1.0 + gl.exp(shifted)))  # [64]
     return factor, lse
 
 

@@ -41,7 +41,7 @@ def prefetch_rows(early, topk, WORK: gl.constexpr):
     limit = gl.where(gl.num_programs(0) <= 2 * _FEW_TILES, topk, 0)
     ids = gl.load(
         indices_ptr + find_row_offset(token, stride_indices) + column, mask=column < limit, other=-1
-    )
+    )  # [256]
     valid = (ids >= 0) & (ids < s_kv)  # [256]
     rows = kv_ptr + ids.to(gl.int64) * stride_kv  # [256]
     gl.inline_asm_elementwise(

@@ -137,7 +137,7 @@ def run_lone_score_role(
     q_smem.slice(0, 64, dim=1).store(query.slice(384, 64, dim=1).load(Q))
     q_rope = query.slice(448, 64, dim=1).load(Q)  # [64, 64]
     if QUERY.is_rotated:
-        q_rope = gl.convert_layout(rotate(q_rope, cos, sin, QUERY.half_pairing), Q)
+        q_rope = gl.convert_layout(rotate(q_rope, cos, sin, QUERY.half_pairing), Q)  # [64, 64]
     q_smem.slice(64, 64, dim=1).store(q_rope)
     fence_async_shared()
     # The left output role has read it too, for the score scales.

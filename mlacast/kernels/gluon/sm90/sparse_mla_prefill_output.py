@@ -198,10 +198,10 @@ def run_output_role(
         running_max = alpha_smem.index(MAXIMUM + buffer).load(ROW)  # [64]
         if END.has_sink:
             if WORK.full_tiles:
-                sink = gl.load(sink_ptr + head)
+                sink = gl.load(sink_ptr + head)  # [64]
             else:
                 # Absent heads take the sink of the last: nobody reads what they become.
-                sink = gl.load(sink_ptr + gl.minimum(head, num_heads - 1))
+                sink = gl.load(sink_ptr + gl.minimum(head, num_heads - 1))  # [64]
         if ROTATES:
             prefetch_angles(table_ptr, stride_table, angles)
         empty = total == 0.0  # [64]
@@ -212,8 +212,8 @@ def run_output_role(
         if END.has_sink:
             # An empty row keeps the factor 0: -inf - (-inf) would be NaN. One rounding in both
             # roles, of which one stores lse: which one has a dimension depends on the batch.
-            shifted = gl.where(empty, 0.0, gl.fma(lse2, gl.full_like(lse2, -LN_2), sink))
-            factor = gl.where(sink == float("inf"), 0.0, factor / (1.0 + gl.exp(shifted)))
+            shifted = gl.where(empty, 0.0, gl.fma(lse2, gl.full_like(lse2, -LN_2), sink))  # [64]
+            factor = gl.where(sink == float("inf"), 0.0, factor / (1.0 + gl.exp(shifted)))  # [64]
         if SIDE == 0:  # noqa: SIM102 - decided while compiling, the other while running
             if part == 0:
                 _store_rows(lse_ptr, lse, token, head, num_heads, WORK)
