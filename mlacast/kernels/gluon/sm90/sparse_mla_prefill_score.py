@@ -55,7 +55,7 @@ def take_query(
     if QUERY.has_norm:
         squares = sum_squares(q_rope, ROW)
     if QUERY.is_rotated:
-        q_rope = gl.convert_layout(rotate(q_rope, cos, sin, QUERY.half_pairing), Q)  # [64, 64]
+        q_rope = gl.convert_layout(rotate(q_rope, cos, sin, QUERY.half_pairing), Q)
     q_smem.slice(64, 64, dim=1).store(q_rope)
     q_part = query.slice(384, 64, dim=1).load(Q)  # [64, 64]
     if QUERY.has_norm:
