@@ -80,6 +80,12 @@ def _min_bf16(a: Words, b: Words) -> Words:
     return least
 
 
+def _min_f16(a: Words, b: Words) -> Words:
+    x, y = (words.astype(np.uint16).view(np.float16) for words in (a, b))
+    least: Words = np.fmin(x, y).view(np.uint16).astype(np.uint32)
+    return least
+
+
 def _fma_bf16(a: Words, b: Words, c: Words) -> Words:
     x, y, z = (bfloat16_values(words) for words in (a, b, c))
     with np.errstate(invalid="ignore"):
@@ -102,6 +108,12 @@ def _fma_sat_f16(a: Words, b: Words, c: Words) -> Words:
     clamped = np.where(np.isnan(value), np.float16(0), np.clip(value, 0, 1)).astype(np.float16)
     words: Words = np.abs(clamped).view(np.uint16).astype(np.uint32)
     return words
+
+
+def _fma_relu_f16(a: Words, b: Words, c: Words) -> Words:
+    # What is negative and NaN become 0.
+    out = _fma_f16(a, b, c)
+    return np.where((out > 0x7C00) | (out >= 0x8000), np.uint32(0), out)
 
 
 def _product_of_f16(a: Words, b: Words) -> Words:
@@ -166,6 +178,11 @@ def _to_e4m3x2(high: Words, low: Words) -> Words:
     return out
 
 
+def _halves_to_e4m3x2(pair: Words) -> Words:
+    low, high = (half.astype(np.uint16).view(np.float16) for half in _halves(pair))
+    return _to_e4m3x2(*(half.astype(np.float32).view(np.uint32) for half in (high, low)))
+
+
 def _from_e4m3x2(codes: Words) -> Words:
     """Codes of the lower two bytes, sign, four bits of exponent and three, as float16."""
     halves = []
@@ -205,9 +222,13 @@ def _lop3(a: Words, b: Words, c: Words, table: Words) -> Words:
 _OPERATIONS: dict[str, Callable[..., Words]] = {
     "mul.rn.bf16x2": _by_half(_product_of_bf16),
     "abs.bf16x2": lambda x: x & np.uint32(0x7FFF7FFF),
+    "abs.f16x2": lambda x: x & np.uint32(0x7FFF7FFF),
+    "min.f16x2": _by_half(_min_f16),
+    "cvt.rn.satfinite.e4m3x2.f16x2": _halves_to_e4m3x2,
     "min.bf16x2": _by_half(_min_bf16),
     "fma.rn.bf16x2": _by_half(_fma_bf16),
     "fma.rn.f16x2": _by_half(_fma_f16),
+    "fma.rn.relu.f16x2": _by_half(_fma_relu_f16),
     "fma.rn.sat.f16x2": _by_half(_fma_sat_f16),
     "add.rn.f16x2": _by_half(lambda x, y: _fma_f16(x, np.full_like(x, 0x3C00), y)),
     "mul.rn.f16x2": _by_half(_product_of_f16),
@@ -224,6 +245,7 @@ _OPERATIONS: dict[str, Callable[..., Words]] = {
     "cvt.rn.f16x2.f32": _to_f16x2,
     "cvt.rn.satfinite.e4m3x2.f32": _to_e4m3x2,
     "cvt.rn.f16x2.e4m3x2": _from_e4m3x2,
+    "min.u32": np.minimum,
     "min.u16x2": _by_half(np.minimum),
     "prmt.b32": _prmt,
     "lop3.b32": _lop3,

@@ -282,19 +282,38 @@ LONG_APPENDS = tuple(one for one in CACHE_VARIANTS if one.options == CHUNK_OPTIO
     os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"
 )
 @pytest.mark.parametrize("variant", LONG_APPENDS, ids=lambda one: one.name)
-def test_append_asks_for_latents_before_it_waits(variant: Variant, tmp_path: Path) -> None:
-    """Up to the first branch nothing that was loaded is used, and all latents are asked for."""
+def test_append_looks_at_slots_while_latents_are_on_their_way(
+    variant: Variant, tmp_path: Path
+) -> None:
+    """Up to the first barrier all latents are asked for, and nothing that was loaded is used.
+
+    From there to the first branch no instruction waits for a counter of latents: the bits of an
+    instruction that say which counters of loads it waits for, and which one a load counts. A
+    minimum for each of 32 slots of a thread and both ranges stands there.
+    """
     sass = disassemble(_compile(variant).asm["cubin"], tmp_path, "-sass")
+    words = r"/\*[0-9a-f]{4}\*/\s+(.*?);.*\n\s+/\* 0x([0-9a-f]{16}) \*/"
     loaded: set[str] = set()
-    latents = 0
-    for text in re.findall(r"/\*[0-9a-f]{4}\*/\s+(.*?);", sass):
+    counters: set[int] = set()
+    latents = minima = 0
+    is_behind = False
+    for text, upper in re.findall(words, sass):
+        control = int(upper, 16) >> 41
         if "BRA" in text:
             break
+        waits_for = {at for at in range(6) if control >> 11 >> at & 1}
+        assert not is_behind or not waits_for & counters, f"{text} waits for latents"
+        is_behind = is_behind or "BAR.SYNC" in text
+        minima += "MNMX" in text
         load = re.search(r"LDG\.E(?:\.(64|128))? R(\d+), (.*)", text)
+        if is_behind:
+            continue
         used = set(re.findall(r"\bR\d+", load[3] if load else text.partition(",")[2]))
         assert not used & loaded, f"{text} waits for memory"
         if load:
-            first, words = int(load[2]), int(load[1] or 32) // 32
-            loaded |= {f"R{at}" for at in range(first, first + words)}
-            latents += load[1] == "128"
-    assert latents >= 8
+            first, count = int(load[2]), int(load[1] or 32) // 32
+            loaded |= {f"R{at}" for at in range(first, first + count)}
+            if load[1] == "128":
+                latents += 1
+                counters.add(control >> 5 & 7)
+    assert is_behind and latents >= 8 and minima >= 64

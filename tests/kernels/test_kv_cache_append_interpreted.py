@@ -75,8 +75,12 @@ def test_rows_in_parts(
     assert_append_equals_reference(cache, latent, slots, fused_options(kind, 13))
 
 
+# Tiles are looked at in four groups: of as many rows as a program has, of more than a program has
+# before it at times, and of several loads of a thread.
 TINY = {
     "ranges": AppendConfig(rows=4, num_warps=4, tile=16, step=8),
+    "larger_groups": AppendConfig(rows=4, num_warps=4, tile=32, step=8),
+    "several_loads": AppendConfig(rows=4, num_warps=1, tile=256, step=8),
     "each_row": AppendConfig(rows=4, num_warps=4, tile=0, step=8),
 }
 

@@ -45,17 +45,16 @@ def _nearest_even(above: list[NDArray[np.bool_]]) -> NDArray[np.int64]:
 
 
 def _e2m1(
-    x: NDArray[np.uint32], power: int, added: int, inverse: np.float16, nudge: int, signs: int
+    x: NDArray[np.uint32], power: int, most: int, inverse: np.float16, nudge: int, signs: int
 ) -> NDArray[np.uint32]:
-    """Codes of numbers, four a word, and what pairs of them are packed into."""
+    """Codes of numbers of a group; all else as ``cast_bf16_to_e2m1`` takes it."""
     words = _pairs(x)
-    like = np.empty(words[0].shape, np.uint32)
-    factors = (power, added, int(inverse.view(np.uint16)), nudge)
-    halves = [np.full_like(like, half * 0x10001) for half in factors for _ in range(2)]
-    sign = np.full_like(like, signs * 0x01010101)
+    halves = [half * 0x10001 for half in (int(inverse.view(np.uint16)), nudge)]
+    # What four numbers have one of comes four times, in halves of words where it is 16 bits.
+    operands = [power, *[0] * 3, most, *[0] * 3, halves[0], 0, halves[1], 0, signs, *[0] * 3]
+    factors = [np.full_like(words[0], operand) for operand in operands]
     found = [
-        run(packed_bf16._TO_E2M1.value, 1, [*two, *halves, sign])[0]
-        for two in (words[:2], words[2:])
+        run(packed_bf16._TO_E2M1.value, 1, [*two, *factors])[0] for two in (words[:2], words[2:])
     ]
     codes = np.stack(found, 1).view(np.uint8).ravel()
     out: NDArray[np.uint32] = codes.astype(np.uint32)
@@ -67,13 +66,15 @@ def _of_scale(
 ) -> Iterator[tuple[int, int, np.float16, int]]:
     """Factors of a scale as ``encode_fp4`` makes them, of whichever reciprocal a device has."""
     bits = int(scale.view(np.uint32))
-    mantissa = np.uint32((bits & 0x7FFFFF) | 0x40000000).view(np.float32)
-    is_large = is_product and bits & 0x7FFFFF == 0x700000
-    raised = np.float32(1.001953125 if is_large else 1.00006103515625)
-    exact = np.float32(1.0) / mantissa
+    mantissa = bits & 0x7FFFFF
+    is_large = is_product and mantissa == 0x700000
+    less = 0xB000 if is_large else 0x200
+    rest = np.uint32(0x43800000 + mantissa - less).view(np.float32)
+    most = int((rest * np.float32(6 * 2.0**-120)).view(np.uint32))
+    exact = np.float32(1.0) / rest
     for one in (exact, np.nextafter(exact, np.float32(0)), np.nextafter(exact, np.float32(1))):
-        power = 0x4700 - ((bits >> 16) & 0x7F80)
-        yield power, 0, np.float16(one * raised), 0x8A00 if is_large else 0
+        power = 0x47000000 - (bits & 0x7F800000)
+        yield power, most, np.float16(one), 0x8024 if is_large else 0
 
 
 def _numbers_of(scale: np.float32) -> NDArray[np.uint32]:
@@ -98,7 +99,7 @@ def test_e2m1_of_quotients() -> None:
         above = [(x >= b) if at % 2 else (x > b) for at, b in enumerate(bounds)]
         expected = _signed(numbers, _nearest_even(above))
         for factors in _of_scale(scale):
-            assert np.array_equal(_e2m1(numbers, *factors, 8), expected), scale
+            assert np.array_equal(_e2m1(numbers, *factors, 0x08080808), expected), scale
 
 
 def test_e2m1_of_products() -> None:
@@ -110,13 +111,17 @@ def test_e2m1_of_products() -> None:
         above = [(product >= b) if at % 2 else (product > b) for at, b in enumerate(BOUNDARIES)]
         expected = _signed(numbers, _nearest_even(above))
         for factors in _of_scale(scale, is_product=True):
-            assert np.array_equal(_e2m1(numbers, *factors, 8), expected), scale
+            assert np.array_equal(_e2m1(numbers, *factors, 0x08080808), expected), scale
 
 
 def test_e2m1_of_groups_that_do_not_count() -> None:
-    for inverse in (np.float16(0.25), np.float16(0.5)):
-        assert not _e2m1(NUMBERS, 0, 0, inverse, 0, 0).any(), "no sign without a scale"
-        assert (_e2m1(NUMBERS, 0, 0x0E00, inverse, 0, 0) == 7).all(), "no number: the largest code"
+    finite = FINITE[: FINITE.shape[0] // 8 * 8]
+    for scale in (np.float32(1.0), np.float32(1.5)):
+        for _, most, inverse, nudge in _of_scale(scale):
+            codes = _e2m1(finite, 0, most, inverse, nudge, 0)
+            assert not codes.any(), "no sign without a scale"
+            codes = _e2m1(NUMBERS, 0x7FC00000, most, inverse, nudge, 0)
+            assert (codes == 7).all(), "no number: the largest code"
 
 
 def test_two_codes_are_a_byte() -> None:
@@ -162,6 +167,16 @@ def test_the_larger_of_two() -> None:
         wanted = np.maximum(one, other)
         found = _value(half)
         assert np.array_equal(found, wanted, equal_nan=True)
+
+
+def test_the_largest_of_a_pair() -> None:
+    """Both outputs are float32 bits of the larger magnitude, NaN above infinity."""
+    x = np.random.default_rng(0).permutation(NUMBERS)
+    out = run(packed_bf16._LARGEST.value, 2, [NUMBERS | (x << np.uint32(16))])
+    assert np.array_equal(out[0], out[1])
+    with np.errstate(invalid="ignore"):
+        wanted = np.maximum(np.abs(_value(NUMBERS)), np.abs(_value(x)))
+    assert np.array_equal(out[0].view(np.float32), wanted, equal_nan=True)
 
 
 def test_a_sixth_decides_scales_like_a_quotient() -> None:

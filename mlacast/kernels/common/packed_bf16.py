@@ -12,6 +12,17 @@ from mlacast.kernels.common.fp8_casts import cast_to_float32
 
 _LARGER = tl.constexpr("max.NaN.xorsign.abs.bf16x2 $0, $1, $2;")
 
+_LARGEST = tl.constexpr(
+    """{
+    .reg .b32 most;
+    prmt.b32 most, $2, 0, 0x1032;
+    max.NaN.xorsign.abs.bf16x2 most, most, $2;
+    and.b32 most, most, 0x7FFF0000;
+    mov.b32 $0, most;
+    mov.b32 $1, most;
+    }"""
+)
+
 _WIDENED = tl.constexpr(
     """{
     shl.b32 $0, $2, 16;
@@ -61,44 +72,48 @@ _TO_E4M3 = tl.constexpr(
     }"""
 )
 
-# Codes of the numbers in $1 and $2, a byte each, by what runs beside integers. Magnitudes times $3,
-# $4 (powers of two) plus $5, $6 are bfloat16 whose exponents have five bits: moved up by three bits
-# they are float16, of the same mantissas. $7, $8 are half the reciprocals of what is left of the
-# scales. Codes rise by steps of 0.5, of 1 from 2 on and of 2 from 4 on: half a quotient, that less
-# 1 and that less 2, clamped to 0 to 1, make up the code times 4, 2 and 1. A sum with 1024 rounds to
-# an integer, nearest even. $9, $10 are added to the first of the three, and $11 has the bits of
-# signs that count.
+# Codes of the numbers in $1 and $2, a byte each, by what runs beside integers. They are of one
+# group, and of what is given for each of four numbers the first is taken. Numbers times the upper
+# half of $3 (a power of two) are bfloat16 whose exponents have five bits: moved up by three bits
+# they are float16, of the same mantissas. Their magnitudes are the upper half of $7 at most, six
+# times the scale: as float16 they are in the same order, and what is NaN becomes the limit. $11 is
+# two over what is left of the scale, $13 is added. Codes rise by steps of 0.5, of 1 from 2 on and
+# of 2 from 4 on: a code is the least of twice a quotient, the quotient plus 2 and half of it plus
+# 4, nearest even. Here all of that is 2**-9 as large, and the conversion makes the steps of its
+# smallest numbers. $15 has the bits of signs that count.
 _TO_E2M1 = tl.constexpr(
     """{
-    .reg .b32 v<2>, b<2>, c<2>, sign, most, two, less1, less2, step;
-    mov.b32 most, 0x4B004B00;
-    mov.b32 two, 0x40004000;
-    mov.b32 less1, 0xBC00BC00;
-    mov.b32 less2, 0xC000C000;
-    mov.b32 step, 0x64006400;
-    abs.bf16x2 v0, $1;
-    min.bf16x2 v0, v0, most;
-    fma.rn.bf16x2 v0, v0, $3, $5;
+    .reg .b32 v<2>, b<2>, c<2>, sign, power, most, half, quarter, two, four;
+    .reg .b16 low, high;
+    mov.b32 half, 0x38003800;
+    mov.b32 quarter, 0x34003400;
+    mov.b32 two, 0x1C001C00;
+    mov.b32 four, 0x20002000;
+    prmt.b32 power, $3, 0, 0x3232;
+    prmt.b32 most, $7, 0, 0x3232;
+    mul.rn.bf16x2 v0, $1, power;
+    abs.f16x2 v0, v0;
+    min.f16x2 v0, v0, most;
     shl.b32 v0, v0, 3;
-    abs.bf16x2 v1, $2;
-    min.bf16x2 v1, v1, most;
-    fma.rn.bf16x2 v1, v1, $4, $6;
+    mul.rn.bf16x2 v1, $2, power;
+    abs.f16x2 v1, v1;
+    min.f16x2 v1, v1, most;
     shl.b32 v1, v1, 3;
-    fma.rn.sat.f16x2 c0, v0, $7, less2;
-    fma.rn.sat.f16x2 b0, v0, $7, less1;
-    fma.rn.sat.f16x2 v0, v0, $7, $9;
-    fma.rn.sat.f16x2 c1, v1, $8, less2;
-    fma.rn.sat.f16x2 b1, v1, $8, less1;
-    fma.rn.sat.f16x2 v1, v1, $8, $10;
-    fma.rn.f16x2 v0, v0, two, b0;
-    fma.rn.f16x2 v0, v0, two, c0;
-    add.rn.f16x2 v0, v0, step;
-    fma.rn.f16x2 v1, v1, two, b1;
-    fma.rn.f16x2 v1, v1, two, c1;
-    add.rn.f16x2 v1, v1, step;
-    prmt.b32 v0, v0, v1, 0x6420;
+    fma.rn.relu.f16x2 v0, v0, $11, $13;
+    fma.rn.f16x2 b0, v0, half, two;
+    fma.rn.f16x2 c0, v0, quarter, four;
+    fma.rn.relu.f16x2 v1, v1, $11, $13;
+    fma.rn.f16x2 b1, v1, half, two;
+    fma.rn.f16x2 c1, v1, quarter, four;
+    min.u16x2 v0, v0, b0;
+    min.u16x2 v0, v0, c0;
+    min.u16x2 v1, v1, b1;
+    min.u16x2 v1, v1, c1;
+    cvt.rn.satfinite.e4m3x2.f16x2 low, v0;
+    cvt.rn.satfinite.e4m3x2.f16x2 high, v1;
+    mov.b32 v0, {low, high};
     prmt.b32 sign, $1, $2, 0xFDB9;
-    and.b32 sign, sign, $11;
+    and.b32 sign, sign, $15;
     or.b32 $0, v0, sign;
     }"""
 )
@@ -110,6 +125,12 @@ _PAIRED = tl.constexpr("mad.lo.u32 $0, $2, 16, $1;")
 def choose_larger_bf16(x, y):
     """The larger magnitude of each two, with any sign; NaN is the largest."""
     return tl.inline_asm_elementwise(_LARGER, "=r,r,r", [x, y], tl.int16, is_pure=True, pack=2)
+
+
+@triton.jit
+def find_largest_of_pairs(x):
+    """float32 bits (int32) of the larger magnitude of neighbours [.., 2], for both; NaN is it."""
+    return tl.inline_asm_elementwise(_LARGEST, "=r,=r,r", [x], tl.int32, is_pure=True, pack=2)
 
 
 @triton.jit
@@ -153,18 +174,20 @@ def cast_bf16_to_e4m3(x, factor):
 
 
 @triton.jit
-def cast_bf16_to_e2m1(x, power, added, inverse, nudge, signs):
+def cast_bf16_to_e2m1(x, power, most, inverse, nudge, signs):
     """E2M1 codes (uint8, one each) of bfloat16 bits ``x``, by what its scale is made of.
 
-    ``power``, bits of bfloat16, is 2**-112 over the power of two in the scale, and ``inverse``,
-    bits of float16, half of one over the rest. Where ``power`` is 0 all numbers get one code: the
-    largest with ``added`` 0x0E00, 0 with 0. ``nudge``, bits of float16, is added to half of a
-    quotient below 2. ``signs`` is 8, or 0 for codes without a sign.
+    Four neighbours are of one group, which has one number of each of the rest. ``power``, bits of
+    float32, is 2**-112 over the power of two in the scale, and ``inverse``, bits of float16, 2**-8
+    over the rest. Where ``power`` is 0 all numbers get the code 0, where it is NaN the largest.
+    ``most``, bits of float32, is 2**-112 * 6 times the rest, or a little less. ``nudge``, bits of
+    float16, is added to 2**-8 times a quotient. ``signs`` (int32) is 0x08080808, or 0 for codes
+    without a sign.
     """
     return tl.inline_asm_elementwise(
         _TO_E2M1,
-        "=r,r,r,r,r,r,r,r,r,r,r,r",
-        [x, power, added, inverse, nudge, signs],
+        "=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+        [x, power, most, inverse, nudge, signs],
         tl.uint8,
         is_pure=True,
         pack=4,

@@ -121,39 +121,41 @@ def _kv_cache_append_kernel(
     program, half = tl.program_id(0), tl.num_programs(0) // 2
     block = tl.where(program < half, tl.num_programs(0) - 1 - program, program - half)
     first = block * ROWS
-    row = first + tl.arange(0, ROWS)
+    row = first + tl.arange(0, ROWS)  # [ROWS]
     last_row = num_rows - 1
     # Rows after the last one read what it reads, and are not stored.
-    there = tl.minimum(row, last_row)
+    there = tl.minimum(row, last_row)  # [ROWS]
     wait_for_previous_kernel(PDL)
-    # Latents, then slots, and no use of either up to a branch: what is behind one in the program
-    # the compiler does not wait for before it.
-    wide = there.to(tl.int64)
+    # Latents, then slots before the program, and no branch up to the end of the look at these: the
+    # compiler lets loads that are waited for behind one count as one, and slots wait for latents.
+    wide = there.to(tl.int64)  # [ROWS]
     if LATENT.has_rope:
-        position = tl.load(positions_ptr + wide * stride_positions)
-    given = load_slots(slots_ptr, stride_slots, there)
+        position = tl.load(positions_ptr + wide * stride_positions)  # [ROWS]
+    given = load_slots(slots_ptr, stride_slots, there)  # [ROWS]
     if PROGRAM.tile > 0:
-        before = load_before(slots_ptr, stride_slots, first, last_row, ROWS)
+        before = load_before(slots_ptr, stride_slots, first, last_row, ROWS)  # [ROWS]
     c = tl.arange(0, C)
-    column = (c // RUN) * (2 * RUN) + c % RUN
+    column = (c // RUN) * (2 * RUN) + c % RUN  # [C]
     latents = latent_ptr + (wide * stride_latent)[:, None] + column[None, :]
-    a, b = load_parts(latents, PARTS, 2 * C, RUN)
+    a, b = load_parts(latents, PARTS, 2 * C, RUN)  # PARTS of [ROWS, C] each
     if HAS_TAIL:
         # Halves that are rotated with each other are two tiles.
         IN_HALVES: tl.constexpr = LATENT.has_rope and LATENT.half_pairing
         T: tl.constexpr = 32 if IN_HALVES else 64
         t = tl.arange(0, T)
         last = latent_ptr + (wide * stride_latent)[:, None] + (D_QK - 64 + t)[None, :]
-        tail = tl.load(last)
+        tail = tl.load(last)  # [ROWS, T]
         if IN_HALVES:
-            tail_end = tl.load(last + 32)
+            tail_end = tl.load(last + 32)  # [ROWS, T]
     doubtful = None
     if PROGRAM.tile > 0:
-        near = load_rest(slots_ptr, stride_slots, first, PROGRAM)
-    slot = tl.where(row <= last_row, is_in_cache(given, num_slots), -1)
+        # Loads stay on their side of a barrier: latents are asked for first.
+        tl.debug_barrier()
+        near = load_rest(slots_ptr, stride_slots, first, PROGRAM)  # many of [WIDTH]
+    slot = tl.where(row <= last_row, is_in_cache(given, num_slots), -1)  # [ROWS]
     if PROGRAM.tile > 0:
         doubtful = may_have_twins(
-            slots_ptr, stride_slots, first, slot, before, near, num_slots, PROGRAM
+            slots_ptr, stride_slots, first, slot, before, near, num_slots, PROGRAM, NATIVE
         )
     if LATENT.has_rope:
         angle = tl.minimum(tl.maximum(position.to(tl.int64), 0), table_rows - 1) * stride_table
@@ -164,14 +166,16 @@ def _kv_cache_append_kernel(
                 sin_b = tl.load(angles + 36)
         else:
             angles = table_ptr + angle[:, None] + tl.arange(0, 32)[None, :]
+        # [ROWS, C or C / 2] for columns that are turned where they are, else [ROWS, 32].
         cos = tl.load(angles)
         sin = tl.load(angles + 32)
-    twin = has_lower_twin(slots_ptr, stride_slots, first, doubtful, last_row, PROGRAM)
+    twin = has_lower_twin(slots_ptr, stride_slots, first, doubtful, last_row, PROGRAM)  # [ROWS]
     if LATENT.has_weight:
         # Asked for before anything waits for a sum, for as many rows as the threads have at a time:
         # each loads what it needs, and nothing goes through shared memory.
         AT_A_TIME: tl.constexpr = min(ROWS, PARTS * PROGRAM.num_warps)
         weights = weight_ptr + tl.broadcast_to(column[None, :], (AT_A_TIME, C))
+        # PARTS of [AT_A_TIME, C] each; those of the last 64 dimensions are [1, T].
         weight_a, weight_b = load_parts(weights, PARTS, 2 * C, RUN)
         if D_QK == 512 and HAS_TAIL:
             weight_tail = tl.load(weight_ptr + 448 + t)[None, :]
@@ -179,14 +183,14 @@ def _kv_cache_append_kernel(
                 weight_end = tl.load(weight_ptr + 480 + t)[None, :]
     else:
         weight_a, weight_b, weight_tail, weight_end = None, None, None, None
-    write = (slot >= 0) & (twin == 0)
-    data, scale = find_record_places(
+    write = (slot >= 0) & (twin == 0)  # [ROWS]
+    data, scale = find_record_places(  # [ROWS] each
         slot, write, page_size, page_inverse, page_shift, stride_page, RECORD
     )
     if LATENT.has_norm:
         EXACT: tl.constexpr = a[0].dtype != tl.float32
-        mean = sum_squares(a, b, ROWS, C, RUN, EXACT, NATIVE) * 0.001953125
-        factor = tl.math.div_rn(1.0, tl.math.sqrt_rn(mean + eps))
+        mean = sum_squares(a, b, ROWS, C, RUN, EXACT, NATIVE) * 0.001953125  # [ROWS]
+        factor = tl.math.div_rn(1.0, tl.math.sqrt_rn(mean + eps))  # [ROWS]
         if D_QK == 512 and HAS_TAIL:
             # What is rotated is rounded once more.
             IS_LAST: tl.constexpr = KEEPS_NAN and not LATENT.has_rope
@@ -206,7 +210,7 @@ def _kv_cache_append_kernel(
             )
     scales = ()
     for part in tl.static_range(PARTS):
-        x, y = a[part], b[part]
+        x, y = a[part], b[part]  # [ROWS, C] each
         if LATENT.has_norm:
             one = weight_a[part] if LATENT.has_weight else None
             other = weight_b[part] if LATENT.has_weight else None
@@ -222,6 +226,7 @@ def _kv_cache_append_kernel(
         if RECORD.name == "rows" or RECORD.name == "fp8":
             store_part(x, y, cache_ptr, data, write, 2 * C * part, MAIN, RECORD, NATIVE)
         else:
+            # Bytes [ROWS, n] of both: n as many as 2 * C dimensions have.
             codes, of_groups = encode(x, y, RECORD, NATIVE)
             store_codes(codes, cache_ptr, data, write, part, PARTS, MAIN)
             scales = scales + (of_groups,)

@@ -19,6 +19,7 @@ from mlacast.kernels.common.packed_bf16 import (
     cast_bf16_to_e4m3,
     choose_larger_bf16,
     estimate_reciprocal,
+    find_largest_of_pairs,
     pair_codes,
     widen,
 )
@@ -59,8 +60,8 @@ def _find_largest(
             tl.reshape(choose_larger_bf16(left, right), (ROWS, C // 8, 2, 2)), (0, 1, 3, 2)
         )
         left, right = tl.split(halves)
-        bits = (choose_larger_bf16(left, right).to(tl.int32) & 0x7FFF) << 16
-        return tl.max(tl.reshape(bits, (ROWS, GROUPS, C // 4 // GROUPS)), 2)
+        bits, _ = tl.split(find_largest_of_pairs(choose_larger_bf16(left, right)))
+        return tl.max(tl.reshape(bits, (ROWS, GROUPS, C // 8 // GROUPS)), 2)
     else:
         bits = cast_to_float32(a).to(tl.int32, bitcast=True) & 0x7FFFFFFF
         bits = tl.maximum(bits, cast_to_float32(b).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
@@ -166,30 +167,33 @@ def _find_pair_factors(decoded, finite, NVFP4: tl.constexpr):
     mantissa = bits & 0x7FFFFF
     # A group without a scale has codes of zeros, one that is not finite the largest.
     counts = finite & (decoded != 0.0) if NVFP4 else finite
-    power = tl.where(counts, 0x4700 - ((bits >> 16) & 0x7F80), 0).to(tl.int16)
-    added = tl.where(finite, 0, 0x0E00).to(tl.int16)
-    signs = tl.where(counts, 8, 0).to(tl.uint8)
-    # Rounded to float16, what is left of a tie would be below it for one of eight mantissas.
-    above: tl.constexpr = 1.00006103515625
-    inverse = estimate_reciprocal((mantissa | 0x40000000).to(tl.float32, bitcast=True))
+    power = tl.where(finite, 0x47000000 - (bits & 0x7F800000), 0x7FC00000)
+    if NVFP4:
+        power = tl.where(decoded == 0.0, 0, power)
+    signs = tl.where(counts, 0x08080808, 0)
+    # 2**8 times the rest, and 2**-6 less: rounded to float16, what is left of a tie would be below
+    # it for one of eight mantissas.
+    rest = 0x43800000 - 0x200
     nudge = tl.zeros(bits.shape, tl.int16)
     if NVFP4:
         # The float32 reciprocal of 1.875 times a power of two is too large: what it makes of a
         # number in the middle of two codes goes up, not to the even code, but for that in the
         # middle of 0 and 0.5, where it is rounded away.
         is_large = mantissa == 0x700000
-        inverse *= tl.where(is_large, 1.001953125, above)
-        nudge = tl.where(is_large, -0x7600, 0).to(tl.int16)
-    else:
-        inverse *= above
-    return power, added, inverse.to(tl.float16).to(tl.int16, bitcast=True), nudge, signs
+        rest = tl.where(is_large, 0x43800000 - 0xB000, rest)
+        nudge = tl.where(is_large, -0x7FDC, 0).to(tl.int16)
+    rest = (mantissa + rest).to(tl.float32, bitcast=True)
+    # Times 2**-120 * 6.
+    most = (rest * 4.513898307157584e-36).to(tl.int32, bitcast=True)
+    inverse = estimate_reciprocal(rest).to(tl.float16).to(tl.int16, bitcast=True)
+    return power, most, inverse, nudge, signs
 
 
 @triton.jit
 def _encode_packed_fp4_pairs(
     x,
     power,
-    added,
+    most,
     inverse,
     nudge,
     signs,
@@ -201,7 +205,7 @@ def _encode_packed_fp4_pairs(
     codes = cast_bf16_to_e2m1(
         x,
         _repeat_per_column(power, ROWS, GROUPS, C),
-        _repeat_per_column(added, ROWS, GROUPS, C),
+        _repeat_per_column(most, ROWS, GROUPS, C),
         _repeat_per_column(inverse, ROWS, GROUPS, C),
         _repeat_per_column(nudge, ROWS, GROUPS, C),
         _repeat_per_column(signs, ROWS, GROUPS, C),
@@ -229,12 +233,14 @@ def encode_fp4(
     ratio = value * 0.16666667163372040 if PACKED else tl.math.div_rn(value, 6.0)
     if not NVFP4:
         ratio = tl.maximum(ratio, 0.001953125)
-    scales = cast_to_fp8(tl.where(finite, ratio, 0.0), False, NATIVE)
+    if not PACKED:
+        ratio = tl.where(finite, ratio, 0.0)
+    scales = cast_to_fp8(ratio, False, NATIVE)
     decoded = cast_from_e4m3(scales, NATIVE)
     if PACKED:
-        power, added, inverse, nudge, signs = _find_pair_factors(decoded, finite, NVFP4)
-        codes = _encode_packed_fp4_pairs(a, power, added, inverse, nudge, signs, ROWS, C, GROUPS)
-        other = _encode_packed_fp4_pairs(b, power, added, inverse, nudge, signs, ROWS, C, GROUPS)
+        power, most, inverse, nudge, signs = _find_pair_factors(decoded, finite, NVFP4)
+        codes = _encode_packed_fp4_pairs(a, power, most, inverse, nudge, signs, ROWS, C, GROUPS)
+        other = _encode_packed_fp4_pairs(b, power, most, inverse, nudge, signs, ROWS, C, GROUPS)
     else:
         # What becomes of the bytes of a group whose elements do not matter.
         forced = tl.where(finite, -1, 0x77)

@@ -12,6 +12,15 @@ the square of the rows: by estimate it costs less than the latents up to some 30
 import triton
 import triton.language as tl
 
+# How far $1 is above $2 without a sign, or $3 if that is less: one instruction.
+_NEARER = tl.constexpr(
+    """{
+    .reg .u32 above;
+    sub.u32 above, $1, $2;
+    min.u32 $0, above, $3;
+    }"""
+)
+
 
 @triton.jit
 def load_slots(slots_ptr, stride_slots, row):
@@ -38,42 +47,52 @@ def load_before(slots_ptr, stride_slots, first, last_row, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _find_places(slots_ptr, stride_slots, start, MANY: tl.constexpr, THREADS: tl.constexpr):
-    """Where the slots of rows ``start``.. are, [MANY, THREADS]: a thread has those of a column."""
+def _load_tile(slots_ptr, stride_slots, start, PROGRAM: tl.constexpr):
+    """Low halves of the slots of a tile of rows from ``start`` on: tensors [WIDTH]."""
+    WIDTH: tl.constexpr = min(PROGRAM.tile, 32 * PROGRAM.num_warps)
     # Added one after the other: steps of a thread are constants of its loads.
     one = slots_ptr + start.to(tl.int64) * stride_slots
-    column = one + tl.arange(0, THREADS).to(tl.int64)[None, :] * stride_slots
-    return column + tl.arange(0, MANY).to(tl.int64)[:, None] * THREADS * stride_slots
+    place = one + tl.arange(0, WIDTH).to(tl.int64) * stride_slots
+    slots = ()
+    for i in tl.static_range(PROGRAM.tile // WIDTH):
+        slots = slots + (tl.load(place + i * WIDTH * stride_slots).to(tl.int32),)
+    return slots
 
 
 @triton.jit
 def load_rest(slots_ptr, stride_slots, first, PROGRAM: tl.constexpr):
-    """Low halves of the slots before ``first`` that fill no tile, in two halves of one; else -1.
-
-    A half without a row before ``first`` is not asked for.
-    """
-    THREADS: tl.constexpr = 32 * PROGRAM.num_warps
-    HALF: tl.constexpr = PROGRAM.tile // 2
-    WIDTH: tl.constexpr = min(HALF, THREADS)
-    MANY: tl.constexpr = HALF // WIDTH
-    near = ()
-    for half in tl.static_range(2):
-        slot = tl.full((MANY, WIDTH), -1, tl.int32)
-        left = first % PROGRAM.tile - half * HALF
-        if left > 0:
-            # How many of a thread there are: a load has one comparison, with a constant.
-            many = (left + (WIDTH - 1) - tl.arange(0, WIDTH)) // WIDTH
-            there = tl.arange(0, MANY)[:, None] < many[None, :]
-            place = _find_places(slots_ptr, stride_slots, first - left, MANY, WIDTH)
-            slot = tl.load(place, mask=there, other=-1).to(tl.int32)
-        near = near + (slot,)
-    return near
+    """Low halves of the slots before ``first`` that fill no tile: tensors [WIDTH], else -1."""
+    WIDTH: tl.constexpr = min(PROGRAM.tile, 32 * PROGRAM.num_warps)
+    left = first % PROGRAM.tile
+    one = slots_ptr + (first - left).to(tl.int64) * stride_slots
+    place = one + tl.arange(0, WIDTH).to(tl.int64) * stride_slots
+    # Compared with a constant for each load.
+    behind = tl.arange(0, WIDTH) - left
+    slots = ()
+    for i in tl.static_range(PROGRAM.tile // WIDTH):
+        slot = tl.load(place + i * WIDTH * stride_slots, mask=behind < -i * WIDTH, other=-1)
+        slots = slots + (slot.to(tl.int32),)
+    return slots
 
 
 @triton.jit
 def _measure_distance(slot, low):
     """How far ``slot`` is above ``low``, unsigned: large if below."""
     return (slot - low).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _find_nearest(nearest, slots, low, NATIVE: tl.constexpr):
+    """The least of ``nearest`` [WIDTH] and how far each of ``slots``, a tuple, is above ``low``."""
+    for i in tl.static_range(len(slots)):
+        if NATIVE:
+            # The compiler would make a tree of minima, half as many instructions more.
+            nearest = tl.inline_asm_elementwise(
+                _NEARER, "=r,r,r,r", [slots[i], low, nearest], tl.uint32, is_pure=True, pack=1
+            )
+        else:
+            nearest = tl.minimum(nearest, _measure_distance(slots[i], low))
+    return nearest
 
 
 @triton.jit
@@ -86,6 +105,7 @@ def may_have_twins(
     near,
     num_slots,
     PROGRAM: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     """Not 0 unless the slots ``own`` of rows ``first``.. differ from each other and earlier ones.
 
@@ -93,7 +113,7 @@ def may_have_twins(
     """
     ROWS: tl.constexpr = PROGRAM.rows
     TILE: tl.constexpr = PROGRAM.tile
-    WIDTH: tl.constexpr = min(TILE // 2, 32 * PROGRAM.num_warps)
+    WIDTH: tl.constexpr = min(TILE, 32 * PROGRAM.num_warps)
     row = tl.arange(0, ROWS)
     # Rows that cross into the next page are two runs of neighbours, those from the first slot on
     # and the rest: no slot is in both. No cache has a slot 2**31 - 1.
@@ -110,22 +130,17 @@ def may_have_twins(
     rest = tl.where(in_first, -1, own)
     next_low = tl.min(tl.where(rest < 0, 0x7FFFFFFF, rest))
     next_span = _measure_distance(tl.maximum(tl.max(rest), next_low), next_low)
-    # What each thread has of the slots before, without asking others.
+    # What each thread has of the slots before, without asking others. First those that are asked
+    # for already: no branch stands before this.
     nearest = tl.full((WIDTH,), 0xFFFFFFFF, tl.uint32)
     next_nearest = nearest
+    nearest = _find_nearest(nearest, near, base, NATIVE)
+    next_nearest = _find_nearest(next_nearest, near, next_low, NATIVE)
     for start in range(0, first // TILE):
         at = start * TILE
-        ahead = tl.load(_find_places(slots_ptr, stride_slots, at, TILE // WIDTH, WIDTH)).to(
-            tl.int32
-        )
-        nearest = tl.minimum(nearest, tl.min(_measure_distance(ahead, base), 0))
-        next_nearest = tl.minimum(next_nearest, tl.min(_measure_distance(ahead, next_low), 0))
-    for half in tl.static_range(2):
-        if first % TILE > half * (TILE // 2):
-            nearest = tl.minimum(nearest, tl.min(_measure_distance(near[half], base), 0))
-            next_nearest = tl.minimum(
-                next_nearest, tl.min(_measure_distance(near[half], next_low), 0)
-            )
+        ahead = _load_tile(slots_ptr, stride_slots, at, PROGRAM)
+        nearest = _find_nearest(nearest, ahead, base, NATIVE)
+        next_nearest = _find_nearest(next_nearest, ahead, next_low, NATIVE)
     meets = (nearest <= span) | (next_nearest <= next_span)
     doubtful = tl.max(tl.where((own < 0) | follows, 0, 1))
     return tl.max(meets.to(tl.int32)) | doubtful
