@@ -209,12 +209,14 @@ def required_features(
     out_format: str,
     group_features: int,
     out_data: torch.Tensor | None = None,
+    out_sf: torch.Tensor | None = None,
 ) -> frozenset[str]:
     """Features that a backend needs for this call.
 
-    Beside the format: rows that do not start at multiples of 16 bytes, heads of a token that are
-    2**31 elements apart, output groups that are not whole heads, and a score scale that does not
-    keep the order of the logits.
+    Beside the format: rows that do not start at multiples of 16 bytes, scales that do not start at
+    one of 4 (those of Nvfp4 are bytes, and stored as words), heads of a token that are 2**31
+    elements apart, output groups that are not whole heads, and a score scale that does not keep
+    the order of the logits.
     """
     layout = set()
     tensors = (q, k, v)
@@ -226,6 +228,8 @@ def required_features(
     if out_data is not None and (
         out_data.data_ptr() % 16 or any(step % 16 for step in out_data.stride()[:-1])
     ):
+        layout.add("rows:unaligned")
+    if out_sf is not None and out_sf.data_ptr() % 4:
         layout.add("rows:unaligned")
     if group_features % D_V:
         layout.add("groups:partial_heads")
@@ -255,7 +259,9 @@ def run(
 ) -> Any:
     """Eager body of ``torch.ops.mlacast.dense_mla_prefill``."""
     group_features = out_data.shape[2] * (2 if out_format == "nvfp4" else 1)
-    features = required_features(q, k, v, softmax_scale, out_format, group_features, out_data)
+    features = required_features(
+        q, k, v, softmax_scale, out_format, group_features, out_data, out_sf
+    )
     impl = select(OP, features, arch_of(q.device), requested_backend(OP, backend))
     if q.shape[0] == 0:
         return None

@@ -5,6 +5,8 @@ A test item is one compiled variant with all its problems.
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -64,6 +66,28 @@ def test_without_a_mask() -> None:
 def test_formats(output: cases.Output) -> None:
     for problem in (cases.ENDING, cases.INSIDE):
         check(problem, output)
+
+
+def test_nvfp4_scales_far_from_one() -> None:
+    """Scales and codes are found otherwise past 2**100. A power of two changes no byte."""
+    torch.manual_seed(1)
+    inputs = cases.draw(cases.LONG, DEVICE)
+    # Groups of the scale zero, with an infinity and with a NaN, and codes of all sizes.
+    size = torch.exp2(torch.arange(inputs.v.shape[2], device=DEVICE) % 10 - 4.0)
+    size[:16] = 0.0
+    inputs.v.mul_(size)
+    inputs.v[-1, 0, 100], inputs.v[-1, 1, 50] = float("inf"), float("nan")
+
+    def store(exponent: int) -> list[torch.Tensor]:
+        scaled = dataclasses.replace(inputs, v=inputs.v * 2.0**-exponent)
+        written = run(cases.LONG, scaled, cases.Output(mlacast.Nvfp4(50.0 * 2.0**exponent)))
+        assert written.out.sf is not None
+        return [cases.storage_of(part) for part in (written.out.data, written.out.sf)]
+
+    near = store(0)
+    assert all(4 * int(part.count_nonzero()) > part.numel() for part in near)
+    for exponent in (-110, -90, 90, 96):
+        assert all(map(torch.equal, store(exponent), near))
 
 
 def test_a_sequence_does_not_depend_on_the_others() -> None:

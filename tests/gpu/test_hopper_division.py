@@ -19,12 +19,19 @@ pytestmark = on_hopper
 
 CHUNK = 1 << 27
 LEAST_NORMAL = 2.0**-126
-CONSTANTS = {"divide_by_448": 448.0, "divide_by_6": 6.0}
-
-
-@pytest.mark.parametrize(
-    "way", ["invert", "invert_normal", "divide_by_448", "divide_by_6", "divide_numbers"]
+CONSTANTS = {"divide_by_448": 448.0, "divide_by_6": 6.0, "divide_by_6_in_float32": 6.0}
+WAYS = (
+    "invert",
+    "invert_normal",
+    "divide_by_448",
+    "divide_by_6",
+    "divide_by_6_in_float32",
+    "divide_numbers",
+    "divide_by_short",
 )
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_bits_of_every_number(way: str) -> None:
     codes = torch.arange(1, 127, dtype=torch.uint8, device=CUDA)
     scales = codes.view(torch.float8_e4m3fn).float()
@@ -32,7 +39,7 @@ def test_bits_of_every_number(way: str) -> None:
         bits = torch.arange(start, start + CHUNK, device=CUDA)
         x = bits.to(torch.int32).view(torch.float32)
         y = torch.full_like(x, CONSTANTS.get(way, 1.0))
-        if way == "divide_numbers":
+        if way in ("divide_numbers", "divide_by_short"):
             y = scales[(bits * 31 + bits // 4096) % len(scales)]
         found = sm90_probes.divide(way, x, y)
         expected = y / x if way.startswith("invert") else x / y
@@ -40,6 +47,10 @@ def test_bits_of_every_number(way: str) -> None:
         same |= found.isnan() & expected.isnan()
         if way == "divide_by_448":
             same |= ~(x >= 1e-10) | x.isinf()
+        elif way == "divide_by_6_in_float32":
+            same |= ~(x >= 2.0**-120) | x.isinf()
+        elif way == "divide_by_short":
+            same |= ~((x.abs() >= 2.0**-108) & (x.abs() <= 2.0**100))
         elif way == "invert_normal":
             is_normal = (x.abs() >= LEAST_NORMAL) & (expected.abs() >= LEAST_NORMAL)
             same |= ~is_normal & ~x.isnan()

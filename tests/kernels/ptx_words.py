@@ -1,8 +1,9 @@
 """Straight programs of PTX on words, run by NumPy: what the instructions of a kernel give.
 
-Only the instructions of ``packed_bf16``, ``e2m1_casts``, ``sm90_nvfp4`` and ``sm90_division`` of
-``mlacast.kernels.common`` and of the keys of the Hopper decode kernels, written from their
-description in NVIDIA's PTX ISA. A program sees $0, $1.. and its registers as arrays of uint32.
+Only the instructions of ``packed_bf16``, ``e2m1_casts``, ``sm90_nvfp4``, ``sm90_division`` and
+``sm90_rotation`` of ``mlacast.kernels.common`` and of the keys of the Hopper decode kernels,
+written from their description in NVIDIA's PTX ISA. A program sees $0, $1.. and its registers as
+arrays of uint32.
 """
 
 from __future__ import annotations
@@ -147,6 +148,13 @@ def _canonical(numbers: NDArray[np.float32]) -> Words:
     return np.where(np.isnan(numbers), np.uint32(0x7FFFFFFF), numbers.view(np.uint32))
 
 
+def _saturate(words: Words) -> Words:
+    """Numbers from 0 to 1; what is not a number becomes 0."""
+    x = _floats(words)
+    clamped: Words = np.where(x > 0, np.minimum(x, np.float32(1)), np.float32(0)).view(np.uint32)
+    return clamped
+
+
 def _min(a: Words, b: Words) -> Words:
     return _canonical(np.fmin(_floats(a), _floats(b)))
 
@@ -235,6 +243,8 @@ _OPERATIONS: dict[str, Callable[..., Words]] = {
     "max.NaN.xorsign.abs.bf16x2": _by_half(_max_nan_bf16),
     "mul.rn.f32": _product,
     "fma.rn.f32": _fma,
+    "mul.rn.sat.f32": lambda *x: _saturate(_product(*x)),
+    "fma.rn.sat.f32": lambda *x: _saturate(_fma(*x)),
     "add.rn.f32": lambda x, y: _canonical(_floats(x) + _floats(y)),
     "sub.rn.f32": lambda x, y: _canonical(_floats(x) - _floats(y)),
     "min.f32": _min,
@@ -250,6 +260,8 @@ _OPERATIONS: dict[str, Callable[..., Words]] = {
     "prmt.b32": _prmt,
     "lop3.b32": _lop3,
     "mad.lo.u32": lambda x, y, z: x * y + z,
+    "cvt.rn.f32.s32": lambda x: x.view(np.int32).astype(np.float32).view(np.uint32),
+    "cvt.rzi.s32.f32": lambda x: _floats(x).astype(np.int32).view(np.uint32),
     "mov.b32": lambda x: x,
     "shl.b32": lambda x, n: x << n,
     "shr.u32": lambda x, n: x >> n,

@@ -12,7 +12,9 @@ from triton.experimental.gluon import language as gl
 import mlacast
 from mlacast.kernels.common.sm90_division import (
     divide_by_6,
+    divide_by_6_in_float32,
     divide_by_448,
+    divide_by_short,
     divide_numbers,
     invert,
     invert_normal,
@@ -127,7 +129,7 @@ def store_scaled(x: Tensor, factor: Tensor, out: mlacast.QuantizedTensor, masked
 def divide_kernel(x_ptr, y_ptr, out_ptr, count, WAY: gl.constexpr):
     """A division of float32 numbers by its name in ``sm90_division``. Grid: (ceil(count / 1024),).
 
-    ``y_ptr`` are the divisors of ``divide_numbers``; the others have none.
+    ``y_ptr`` are the divisors of ``divide_numbers`` and ``divide_by_short``; the others have none.
     """
     place = gl.program_id(0).to(gl.int64) * 1024
     place += gl.arange(0, 1024, gl.BlockedLayout([4], [32], [4], [0]))
@@ -135,12 +137,16 @@ def divide_kernel(x_ptr, y_ptr, out_ptr, count, WAY: gl.constexpr):
     x = gl.load(x_ptr + place, mask=inside, other=1.0)
     if WAY == "divide_numbers":
         out = divide_numbers(x, gl.load(y_ptr + place, mask=inside, other=1.0))
+    elif WAY == "divide_by_short":
+        out = divide_by_short(x, gl.load(y_ptr + place, mask=inside, other=1.0))
     elif WAY == "invert":
         out = invert(x)
     elif WAY == "invert_normal":
         out = invert_normal(x)
     elif WAY == "divide_by_448":
         out = divide_by_448(x)
+    elif WAY == "divide_by_6_in_float32":
+        out = divide_by_6_in_float32(x)
     else:
         out = divide_by_6(x)
     gl.store(out_ptr + place, out, mask=inside)

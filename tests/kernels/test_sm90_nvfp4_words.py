@@ -15,7 +15,10 @@ from numpy.typing import NDArray
 pytest.importorskip("triton", reason="the program stands beside its kernel")
 
 from mlacast.formats.block_scaled import quantize_nvfp4  # noqa: E402
-from mlacast.kernels.common.sm90_nvfp4 import _WORD_OF_E2M1  # noqa: E402
+from mlacast.kernels.common.sm90_nvfp4 import (  # noqa: E402
+    _WORD_OF_E2M1,
+    _WORD_OF_E2M1_BY_PRODUCTS,
+)
 from tests.kernels.ptx_words import run  # noqa: E402
 
 BOUNDARIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
@@ -91,3 +94,38 @@ def test_a_group_with_a_nan_has_the_largest_code() -> None:
     nan = np.float32("nan")
     for factor in (nan, -nan):
         assert _run(x, factor, np.float32(-1.0)).tolist() == [7, 7, 7, 7, 2, 15, 4, 13]
+
+
+SIGNS = np.uint32(0x88888888)
+
+
+def _run_by_products(x: Numbers, factor: np.float32, signs: np.uint32, fill: np.uint32) -> Codes:
+    """Codes of groups that have one factor."""
+    lanes = list(x.reshape(-1, 8).T.copy().view(np.uint32))
+    like = np.ones_like(lanes[0])
+    eighth = (factor * np.float32(0.125)).view(np.uint32)
+    operands = [*lanes, like * eighth, like * signs, like * fill]
+    (words,) = run(_WORD_OF_E2M1_BY_PRODUCTS.value, 1, operands)
+    places = np.arange(0, 32, 4, dtype=np.uint32)
+    codes: Codes = (words[:, None] >> places & np.uint32(0xF)).ravel()
+    return codes
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0, 0.5, 0.7391, 3.1e-3, 7.3e-33, 1e30])
+def test_codes_by_products(factor: float) -> None:
+    x = _numbers()
+    number = np.float32(factor)
+    with np.errstate(over="ignore", under="ignore"):
+        scaled = x * number
+    found = _run_by_products(x, number, SIGNS, np.uint32(0))
+    assert np.array_equal(found, _expected(scaled))
+
+
+def test_by_products_a_group_with_a_nan_has_the_largest_code_and_one_without_a_scale_zeros() -> (
+    None
+):
+    x = np.array([1.0, -1.0, np.nan, -np.inf, 1.0, -6.0, 0.0, -3.0] * 2, np.float32)
+    none, nan = np.uint32(0), np.float32("nan")
+    for factor in (np.float32(0.3), nan):
+        assert _run_by_products(x, factor, none, np.uint32(0x77777777)).tolist() == [7] * 16
+    assert _run_by_products(x, nan, none, none).tolist() == [0] * 16

@@ -130,6 +130,18 @@ def test_heads_of_a_packed_prefill_that_32_bits_do_not_reach(argument: int) -> N
     assert required == {"out:bf16", "heads:far_apart"}
 
 
+def test_scale_bytes_of_a_packed_prefill_that_are_no_words() -> None:
+    q, k, v = (torch.empty(3, 4, width, dtype=torch.bfloat16) for width in (192, 192, 128))
+    scales = torch.empty(128 * 32 + 4, dtype=torch.uint8)
+
+    def required(first: int) -> frozenset[str]:
+        sf = scales[first : first + 128 * 32].view(128, 32)
+        return dense_mla_prefill.required_features(q, k, v, None, "nvfp4", 512, None, sf)
+
+    assert required(0) == required(4) == {"out:nvfp4"}
+    assert required(2) == {"out:nvfp4", "rows:unaligned"}
+
+
 @pytest.mark.parametrize(
     ("kv_format", "page_size"),
     # Bytes of a token: 528, 584, 656 and 1024.

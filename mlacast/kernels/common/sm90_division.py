@@ -6,6 +6,27 @@ Its slow path is a call, and a call spills what is kept around it.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+# $0 = $1 / 6 for $1 from 2**-120 on; below it is smaller than 2**-122. Infinity gives NaN. No
+# float32 number is six times a number halfway between two, so that nothing is a tie.
+_OVER_6_IN_FLOAT32 = gl.constexpr("""{
+.reg .f32 rest;
+mul.rn.f32 $0, $1, 0f3E2AAAAB;
+fma.rn.f32 rest, $0, 0fC0C00000, $1;
+fma.rn.f32 $0, rest, 0f3E2AAAAB, $0;
+}""")
+
+# $0 = $1 / $2 for $2 of at most 8 significant bits, where numbers, quotient and remainder are far
+# from the ends of float32. The quotient is no nearer than 2**-33 of its size to a number halfway
+# between two float32 ones, so that an approximate reciprocal corrects it.
+_OVER_SHORT = gl.constexpr("""{
+.reg .f32 inverse, negative, rest;
+rcp.approx.ftz.f32 inverse, $2;
+neg.f32 negative, $2;
+mul.rn.f32 $0, $1, inverse;
+fma.rn.f32 rest, negative, $0, $1;
+fma.rn.f32 $0, rest, inverse, $0;
+}""")
+
 # $0 = $1 / 448 for $1 from 1e-10 on: its product with the rounded 1 / 448, and one correction.
 # Correctly rounded for every mantissa.
 _OVER_448 = gl.constexpr("""{
@@ -97,6 +118,25 @@ def divide_by_448(x):
 def divide_by_6(x):
     """``x / 6`` of any float32 numbers."""
     return gl.inline_asm_elementwise(_OVER_6, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def divide_by_6_in_float32(x):
+    """``x / 6`` of finite float32 numbers from 2**-120 on, and something as small of smaller ones.
+
+    NaN of an infinity.
+    """
+    return gl.inline_asm_elementwise(
+        _OVER_6_IN_FLOAT32, "=&f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def divide_by_short(x, y):
+    """``x / y`` where ``y`` has at most 8 significant bits, far from the ends of float32."""
+    return gl.inline_asm_elementwise(
+        _OVER_SHORT, "=&f,f,f", [x, y], dtype=gl.float32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit

@@ -7,7 +7,12 @@ conversion to e2m1, so codes are made by float32 additions, whose rounding is th
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mlacast.kernels.common.sm90_division import divide_by_6, divide_numbers
+from mlacast.kernels.common.sm90_division import (
+    divide_by_6,
+    divide_by_6_in_float32,
+    divide_by_short,
+    divide_numbers,
+)
 from mlacast.kernels.common.sm90_quads import choose_larger_or_nan, deal_max, undeal
 from mlacast.kernels.common.sm90_rotation import hide_value
 
@@ -15,9 +20,11 @@ from mlacast.kernels.common.sm90_rotation import hide_value
 # last four; -0.0 is added unless that is zero, so that a scale of zero takes the signs.
 #
 # A code is the least of 2 x, x + 2 and x / 2 + 4, rounded to an integer, nearest even: each is
-# right where it is the least, and rounding keeps order. Added to 2**23 the numbers round so.
+# right where it is the least, and rounding keeps order. The bits of x + 2**23 - 2 count halves up
+# to 2**23 and ones from there, so one sum gives the lesser of the first two; those of x / 2 + 2**23
+# are at the same distance from the bits of 2**23 - 2.
 _WORD_OF_E2M1 = gl.constexpr(
-    "{ .reg .f32 x, a, b, c, factor, added; .reg .b32 bits, signs; "
+    "{ .reg .f32 x, a, b, factor, added; .reg .b32 bits, signs; "
     "mov.b32 $0, 0; mov.b32 signs, 0; "
     + "".join(
         (
@@ -29,15 +36,35 @@ _WORD_OF_E2M1 = gl.constexpr(
         + f"fma.rn.f32 x, ${1 + element}, factor, added; "
         "mov.b32 bits, x; shf.l.wrap.b32 signs, bits, signs, 4; "
         "abs.f32 x, x; min.f32 x, x, 0f40C00000; "
-        "fma.rn.f32 a, x, 0f40000000, 0f4B000000; "
-        "add.rn.f32 b, x, 0f4B000002; "
-        "fma.rn.f32 c, x, 0f3F000000, 0f4B000004; "
-        "min.f32 a, a, b; min.f32 a, a, c; "
+        "add.rn.f32 a, x, 0f4AFFFFFC; "
+        "fma.rn.f32 b, x, 0f3F000000, 0f4B000000; min.f32 a, a, b; "
         "mov.b32 bits, a; mad.lo.u32 $0, $0, 16, bits; "
         for element in reversed(range(8))
     )
-    # What is left of 2**23 after shifts by 0 and 4 bits.
-    + "sub.u32 $0, $0, 0xFB000000; lop3.b32 $0, signs, 0x88888888, $0, 0xEA; }"
+    # What is left of eight times 2**23 - 2.
+    + "sub.u32 $0, $0, 0xB6BBBBBC; lop3.b32 $0, signs, 0x88888888, $0, 0xEA; }"
+)
+
+# The same without the unit that compares, which takes two cycles for an instruction. $9 is an
+# eighth of the factor, or NaN for a scale of zero; $10 are the signs that count, and with $11 the
+# codes are joined.
+#
+# What saturates stays from 0 to 1, and NaN becomes 0. So x / 8 clamps x to 8, and twice that to 4:
+# its code is rounded as above. What x / 2 is above 2, up to one, is added to that number, and
+# rounded to an integer by it, nearest even.
+_WORD_OF_E2M1_BY_PRODUCTS = gl.constexpr(
+    "{ .reg .f32 x, a, b; .reg .b32 bits, signs; mov.b32 $0, 0; mov.b32 signs, 0; "
+    + "".join(
+        f"mov.b32 bits, ${1 + element}; shf.l.wrap.b32 signs, bits, signs, 4; "
+        f"abs.f32 x, ${1 + element}; mul.rn.sat.f32 x, x, $9; "
+        "fma.rn.sat.f32 b, x, 0f40800000, 0fC0000000; "
+        "mul.rn.sat.f32 a, x, 0f40000000; "
+        "fma.rn.f32 a, a, 0f40800000, 0f4AFFFFFC; "
+        "add.rn.f32 a, a, b; "
+        "mov.b32 bits, a; mad.lo.u32 $0, $0, 16, bits; "
+        for element in reversed(range(8))
+    )
+    + "sub.u32 $0, $0, 0xB6BBBBBC; lop3.b32 $0, signs, $10, $0, 0xEA; or.b32 $0, $0, $11; }"
 )
 
 # Bytes n of words $4..$7, which are those of lanes 0..3, become word n.
@@ -199,35 +226,108 @@ def quantise_to_nvfp4(x, alive, global_scale, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def quantise_rows_to_nvfp4(x, global_scale):
-    """Quantise float32 rows [heads, n], 8 neighbours a thread, in groups of 16.
+def find_row_scales(x, factor, global_scale, IN_FLOAT32: gl.constexpr):
+    """Scales of groups of 16 of float32 rows [heads, n], 8 neighbours a thread.
+
+    With ``factor`` (float32 [heads], not negative) of ``x * factor``, zeros where that is zero
+    whatever ``x`` holds. With IN_FLOAT32 the global scale is from 2**-100 to 2**100.
 
     Returns:
-        codes as words of 8 [heads, n / 8], and scale bytes [heads, n / 16]; int32.
+        scale bytes (int32), and what ``encode_rows`` multiplies the groups by, each
+        [heads, n / 16].
     """
-    HEADS: gl.constexpr = x.shape[0]
-    COLUMNS: gl.constexpr = x.shape[1]
-    amax = gl.reduce(gl.abs(gl.reshape(x, (HEADS, COLUMNS // 16, 16))), 2, choose_larger_or_nan)
-    byte, negated = _encode_scales(amax, global_scale, -global_scale)
-    even, odd = gl.split(gl.reshape(x, (HEADS, COLUMNS // 16, 2, 2, 2, 2)))
+    groups = gl.reshape(x, (x.shape[0], x.shape[1] // 16, 16))
+    amax = gl.reduce(gl.abs(groups), 2, choose_larger_or_nan)
+    if factor is not None:
+        # Rounding keeps order, so this is the largest magnitude of the products.
+        ROW: gl.constexpr = gl.SliceLayout(1, amax.type.layout)
+        per_row = gl.convert_layout(factor, ROW, assert_trivial=True)[:, None]
+        per_row = gl.broadcast(per_row, amax)[0]
+        amax = gl.where(per_row == 0.0, 0.0, amax * per_row)
+    if IN_FLOAT32:
+        # An infinity over 6 is NaN here, which the minimum leaves out.
+        wanted = gl.minimum(global_scale * divide_by_6_in_float32(amax), 448.0)
+        byte = wanted.to(gl.float8e4nv).to(gl.uint8, bitcast=True).to(gl.int32)
+        byte = gl.where(amax != amax, 0x7F, byte)
+        # 2**-8 times the scale; an eighth of the factor, NaN for the scale zero.
+        decoded = (byte << 7).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
+        return byte, divide_by_short(global_scale * 2.0**-11, decoded)
+    else:
+        return _encode_scales(amax, global_scale, -global_scale)
+
+
+@gluon.jit
+def _deal_to_words(x):
+    """Elements 0..7 of the words [heads, n / 16, 2] of rows [heads, n]."""
+    even, odd = gl.split(gl.reshape(x, (x.shape[0], x.shape[1] // 16, 2, 2, 2, 2)))
     even_first, even_last = gl.split(even)
     odd_first, odd_last = gl.split(odd)
     zero, four = gl.split(even_first)
     two, six = gl.split(even_last)
     one, five = gl.split(odd_first)
     three, seven = gl.split(odd_last)
-    BY_GROUP: gl.constexpr = gl.SliceLayout(2, zero.type.layout)
-    negated = gl.expand_dims(gl.convert_layout(negated, BY_GROUP, assert_trivial=True), 2)
-    negated = gl.broadcast(negated, zero)[0]
-    words = gl.inline_asm_elementwise(
-        _WORD_OF_E2M1,
-        "=&r,f,f,f,f,f,f,f,f,f,f",
-        [zero, one, two, three, four, five, six, seven, negated, negated],
-        dtype=gl.int32,
-        is_pure=True,
-        pack=1,
-    )
-    return gl.reshape(words, (HEADS, COLUMNS // 8)), byte
+    return zero, one, two, three, four, five, six, seven
+
+
+@gluon.jit
+def _put_beside_words(x, word):
+    """Numbers of groups [heads, n / 16] beside their words [heads, n / 16, 2]."""
+    BY_GROUP: gl.constexpr = gl.SliceLayout(2, word.type.layout)
+    x = gl.expand_dims(gl.convert_layout(x, BY_GROUP, assert_trivial=True), 2)
+    return gl.broadcast(x, word)[0]
+
+
+@gluon.jit
+def encode_rows(x, byte, multiplier, IN_FLOAT32: gl.constexpr):
+    """Words of 8 codes [heads, n / 8], given what ``find_row_scales`` returns."""
+    zero, one, two, three, four, five, six, seven = _deal_to_words(x)
+    multiplier = _put_beside_words(multiplier, zero)
+    if IN_FLOAT32:
+        # A group with a NaN has the largest code, without signs, and one of the scale zero none.
+        has_nan = byte == 0x7F
+        signs = gl.where(has_nan | (byte == 0), 0, -0x77777778)
+        fill = gl.where(has_nan, 0x77777777, 0)
+        words = gl.inline_asm_elementwise(
+            _WORD_OF_E2M1_BY_PRODUCTS,
+            "=&r,f,f,f,f,f,f,f,f,f,r,r",
+            [
+                zero,
+                one,
+                two,
+                three,
+                four,
+                five,
+                six,
+                seven,
+                multiplier,
+                _put_beside_words(signs, zero),
+                _put_beside_words(fill, zero),
+            ],
+            dtype=gl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        words = gl.inline_asm_elementwise(
+            _WORD_OF_E2M1,
+            "=&r,f,f,f,f,f,f,f,f,f,f",
+            [zero, one, two, three, four, five, six, seven, multiplier, multiplier],
+            dtype=gl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return gl.reshape(words, (x.shape[0], x.shape[1] // 8))
+
+
+@gluon.jit
+def quantise_rows_to_nvfp4(x, global_scale):
+    """Quantise float32 rows [heads, n], 8 neighbours a thread, in groups of 16.
+
+    Returns:
+        codes as words of 8 [heads, n / 8], and scale bytes [heads, n / 16]; int32.
+    """
+    byte, multiplier = find_row_scales(x, None, global_scale, False)
+    return encode_rows(x, byte, multiplier, False), byte
 
 
 @gluon.jit

@@ -74,6 +74,31 @@ def find_aligned_offset(row, stride):
     return row.to(gl.int64) * (stride + zero * 16)
 
 
+# $0 = $1 / $2, rounded down, of numbers below 2**20: the quotient of $1 + 0.5 is at least 0.5 / $2
+# from every integer, and two roundings and an approximation of a reciprocal move it by less.
+_DIVIDE_HEADS = gl.constexpr("""{
+.reg .f32 head, heads;
+cvt.rn.f32.s32 head, $1;
+add.rn.f32 head, head, 0f3F000000;
+cvt.rn.f32.s32 heads, $2;
+rcp.approx.ftz.f32 heads, heads;
+mul.rn.f32 head, head, heads;
+cvt.rzi.s32.f32 $0, head;
+}""")
+
+
+@gluon.jit
+def find_place_in_group(head, group_heads):
+    """Group of a head (int32, below 2**20), and its place in it.
+
+    An integer division takes four times as many instructions, and registers from tile to tile.
+    """
+    group = gl.inline_asm_elementwise(
+        _DIVIDE_HEADS, "=r,r,r", [head, group_heads], dtype=gl.int32, is_pure=True, pack=1
+    )
+    return group, head - group * group_heads
+
+
 @gluon.jit
 def find_table_row(table_rows, positions_ptr, stride_positions, token):
     """Row of the RoPE table of a token (int32); positions outside are clamped."""

@@ -3,8 +3,8 @@
 The roles are in the neighbouring files: ``dense_mla_prefill_load``, ``dense_mla_prefill_attend``;
 ``dense_mla_prefill_tiles`` has the order of the tiles. Dispatch sends here only what the copy
 engine and the storing code are laid out for: rows and heads at multiples of 8 elements from
-16-byte addresses, heads less than 2**31 elements apart, whole heads in groups, a score scale above
-zero.
+16-byte addresses, scales from 4-byte addresses, heads less than 2**31 elements apart, whole heads
+in groups, a score scale above zero.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.kernels.common.launch import Launches
+from mlacast.kernels.common.sm90_store import NVFP4
+from mlacast.kernels.common.sm90_token_nvfp4 import STAGE_LAYOUT
 from mlacast.kernels.common.targets import store_target
 from mlacast.kernels.config.dense_prefill_sections import hopper_prefill_plan
 from mlacast.kernels.config.sparse_attention import num_multiprocessors
@@ -125,6 +127,12 @@ def dense_mla_prefill_kernel(
     words_smem = gl.allocate_shared_memory(
         gl.int32, [2, TILE_WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
+    stages = ()
+    if OUTPUT.kind == NVFP4:
+        stages = (
+            gl.allocate_shared_memory(gl.float32, [64, 32], STAGE_LAYOUT),
+            gl.allocate_shared_memory(gl.float32, [64, 32], STAGE_LAYOUT),
+        )
     q_ready = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
     q_free = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
     turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
@@ -167,7 +175,7 @@ def dense_mla_prefill_kernel(
         padding_rows,
     )
     target = ((data_ptr, stride_data_token, stride_data_group), scales, scale_ptr, group_heads)
-    rows = (buffers, barriers, turns, target, lse_ptr, num_rows, softmax_scale * LOG2_E)
+    rows = (buffers, barriers, turns, stages, target, lse_ptr, num_rows, softmax_scale * LOG2_E)
     load = (buffers, barriers, sources, order, counter_ptr)
     gl.warp_specialize(
         [

@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from mlacast.kernels.common.sm90_order import wait_until_there
 from mlacast.kernels.common.sm90_rescale import rescale
 from mlacast.kernels.common.sm90_rotation import find_row_offset, hide_rows
+from mlacast.kernels.common.sm90_store import NVFP4
 from mlacast.kernels.common.sm90_token_store import store_token_block
 from mlacast.kernels.gluon.sm90.dense_mla_prefill_tiles import (
     BLOCK_M,
@@ -109,6 +110,7 @@ def _store_tile(
     target,
     lse_ptr,
     num_rows,
+    stages,
     CONSUMER: gl.constexpr,
     OUTPUT: gl.constexpr,
 ):
@@ -131,7 +133,10 @@ def _store_tile(
     skipped = -first_row
     local = hide_rows(ROW)  # [64]
     gl.store(lse_ptr + find_row_offset(head, num_rows) + token + local, lse, mask=local >= skipped)
-    store_token_block(o, factor, alive, target, token, skipped, head, OUTPUT)
+    stage = stages
+    if OUTPUT.kind == NVFP4:
+        stage = stages[CONSUMER]
+    store_token_block(o, factor, alive, target, token, skipped, head, stage, OUTPUT)
 
 
 @gluon.jit
@@ -153,7 +158,7 @@ def run_attend_role(
     PARTIAL: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
     )
-    buffers, barriers, turns, target, lse_ptr, num_rows, scale_log2 = rows
+    buffers, barriers, turns, stages, target, lse_ptr, num_rows, scale_log2 = rows
     q_smem, k_smem, v_smem, words_smem = buffers
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
     count = 0
@@ -214,7 +219,7 @@ def run_attend_role(
         mbarrier.arrive(v_free.index(v_stage), count=1)
         count += 1
         state = (o, base, partial_sum)
-        _store_tile(state, words, target, lse_ptr, num_rows, CONSUMER, OUTPUT)
+        _store_tile(state, words, target, lse_ptr, num_rows, stages, CONSUMER, OUTPUT)
         tile += 1
         words = words_smem.index(tile & 1)
         mbarrier.wait(q_ready.index(CONSUMER), tile & 1)
