@@ -55,36 +55,50 @@ def _patch_language_once(interpreter: Any, language: Any) -> None:
     interpreter._patch_lang = patch
 
 
-def _share_shapes(core: Any) -> None:
-    """Make one object of each shape; nothing changes a shape."""
+def _share_shapes(core: Any, semantic: Any) -> None:
+    """Make one object of each shape, and broadcast nothing to the shape it has.
+
+    Nothing changes a shape.
+    """
+    plain_broadcast = semantic.broadcast_impl_value
     plain_type, plain_tensor = core.block_type.__init__, core.tensor.__init__
-    of_types: dict[tuple[int, ...], tuple[Any, int, str]] = {}
-    of_tensors: dict[str, tuple[Any, Any]] = {}
+    # What types have, by sizes: shape, number of elements, name of the shape; last the shape and
+    # the number of elements of tensors.
+    known: dict[tuple[int, ...], tuple[Any, int, str, tuple[Any, Any]]] = {}
+    of_scalars = core.tuple([]), core.constexpr(1)
 
     def init_type(self: Any, element_ty: Any, shape: Any) -> None:
         sizes = tuple(size.value if type(size) is core.constexpr else size for size in shape)
         if not all(type(size) is int for size in sizes):
             plain_type(self, element_ty, shape)
             return
-        if sizes not in of_types:
+        if sizes not in known:
             plain_type(self, element_ty, shape)
-            of_types[sizes] = self.shape, self.numel, str(self.shape)
+            of_tensors = core.tuple([core.constexpr(size) for size in sizes])
+            shared = of_tensors, core.constexpr(self.numel)
+            known[sizes] = self.shape, self.numel, str(self.shape), shared
         self.element_ty = element_ty
-        self.shape, self.numel, text = of_types[sizes]
+        self.shape, self.numel, text, self._of_tensors = known[sizes]
         self.name = f"<{text}, {element_ty}>"
 
     def init_tensor(self: Any, handle: Any, type: Any) -> None:
-        text = type.name
-        if text not in of_tensors:
+        shared = getattr(type, "_of_tensors", None) if type.is_block() else of_scalars
+        if shared is None:
             plain_tensor(self, handle, type)
-            of_tensors[text] = self.shape, self.numel
+            return
         self.handle = handle
         self.type = type
         self.dtype = type.scalar
-        self.shape, self.numel = of_tensors[text]
+        self.shape, self.numel = shared
+
+    def broadcast(self: Any, one: Any, other: Any) -> Any:
+        shape = one.shape
+        # Of scalars, too.
+        return (one, other) if shape is other.shape else plain_broadcast(self, one, other)
 
     core.block_type.__init__ = init_type
     core.tensor.__init__ = init_tensor
+    semantic.broadcast_impl_value = broadcast
 
 
 def _remember_dtypes(interpreter: Any) -> None:
@@ -109,8 +123,9 @@ def hurries() -> bool:
 def hurry() -> None:
     """Replace parts of the interpreter in this process."""
     from triton import language
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
     _patch_language_once(interpreter, language)
-    _share_shapes(language.core)
+    _share_shapes(language.core, TritonSemantic)
     _remember_dtypes(interpreter)

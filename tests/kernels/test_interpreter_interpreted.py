@@ -65,6 +65,28 @@ def test_types_of_arrays(kind: Any, expected: Any) -> None:
         assert interpreter._get_np_dtype(one) == expected
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "shape"),
+    [((4,), (4,), [4]), ((4, 1), (4,), [4, 4]), ((1, 8), (2, 1), [2, 8]), ((), (2,), [2])],
+)
+def test_two_tensors_are_broadcast_to_one_shape(
+    one: tuple[int, ...], other: tuple[int, ...], shape: list[int]
+) -> None:
+    def make(sizes: tuple[int, ...], value: int) -> Any:
+        handle = interpreter.TensorHandle(np.full(sizes or 1, value, np.int32), tl.int32)
+        return tl.tensor(handle, tl.block_type(tl.int32, [*sizes]) if sizes else tl.int32)
+
+    for first, second in ((one, other), (other, one), (one, one)):
+        pair = interpreter.interpreter_semantic.broadcast_impl_value(
+            make(first, 1), make(second, 2)
+        )
+        wanted = list(one) if first == second else shape
+        for tensor, value in zip(pair, (1, 2), strict=True):
+            assert [size.value for size in tensor.shape] == wanted
+            assert tensor.handle.data.size == np.prod(wanted)
+            assert bool((tensor.handle.data == value).all())
+
+
 def _builtins(place: Any) -> dict[str, Any]:
     """What a kernel replaces of a module or class."""
     return dict(inspect.getmembers(place, language_core.is_builtin))
