@@ -9,6 +9,10 @@ from tests.fuzz.subjects import CASES
 
 # Triton decides at import time whether its functions are compiled or interpreted.
 if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.interpreter import hurries, hurry
+
+    if hurries():
+        hurry()
     collect_ignore_glob = [
         "test_in_the_interpreter.py",
         "test_operations.py",

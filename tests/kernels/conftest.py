@@ -9,6 +9,12 @@ from __future__ import annotations
 import os
 
 if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.interpreter import hurries, hurry
+
     collect_ignore_glob = ["test_interpreted.py", "test_*_compile.py"]
+    if hurries():
+        hurry()
+    else:
+        collect_ignore_glob.append("test_interpreter_interpreted.py")
 else:
     collect_ignore_glob = ["test_*_interpreted.py"]

@@ -1,4 +1,4 @@
-"""Run every ``test_*_interpreted.py`` in a process of its own under Triton's CPU interpreter.
+"""Run every ``test_*_interpreted.py`` under Triton's CPU interpreter, in processes of their own.
 
 Triton decides at import time whether its functions are compiled or interpreted, and other tests of
 the same process may have imported it already.
@@ -18,29 +18,26 @@ pytest.importorskip("numpy", reason="triton's interpreter needs numpy")
 
 HERE = Path(__file__).resolve().parent
 FILES = sorted(HERE.glob("test_*_interpreted.py"))
+# A process takes seconds to import what it needs, and several share the work.
+PROCESSES = 4
 
 
 def test_there_are_interpreted_files() -> None:
     assert len(FILES) >= 4
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.stem).removeprefix("test_"))
-def test_passes_in_the_interpreter(file: Path) -> None:
+@pytest.mark.parametrize("part", range(PROCESSES))
+def test_passes_in_the_interpreter(part: int) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     environment.pop("PYTEST_ADDOPTS", None)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        str(file),
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-W",
-        "ignore",
-    ]
+    files = [str(file) for file in FILES[part::PROCESSES]]
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore"]
     done = subprocess.run(
-        command, cwd=HERE.parent.parent, env=environment, capture_output=True, text=True
+        [sys.executable, "-m", "pytest", *files, *options],
+        cwd=HERE.parent.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " skipped" not in done.stdout.splitlines()[-1], done.stdout[-2000:]
