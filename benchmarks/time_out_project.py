@@ -29,6 +29,7 @@ import mlacast
 from mlacast.bench import protocols
 from mlacast.kernels.config.grouped_out_project import Variant
 from mlacast.kernels.config.hopper_grouped_out_project import Variant as HopperVariant
+from mlacast.kernels.config.hopper_grouped_out_project_few import plan_few
 from mlacast.kernels.gluon.sm90 import grouped_out_project as hopper
 from mlacast.kernels.triton import grouped_out_project as portable
 from mlacast.kernels.vendor import scaled_mm_grouped_out_project as scaled_mm
@@ -101,6 +102,15 @@ HOPPER_FEW = {
     "gluon_64x64_two_loaders_s10": _hopper(64, 64, 10, "steps", 2, 2),
     "gluon_64x64_two_loaders_columns": _hopper(64, 64, 8, "columns", 2, 2),
 }
+
+
+# Tokens that there is room for, and stages. For scales per 32 on both sides.
+HOPPER_FEW_32 = {
+    f"gluon_few_{block_m}_s{stages}": functools.partial(
+        hopper.launch_grouped_out_project, variant=plan_few(block_m, FEATURES, stages)
+    )
+    for block_m, stages in ((64, 8), (64, 10), (32, 12), (32, 16), (16, 12), (8, 8), (8, 16))
+}
 HOPPER_MANY = {
     "gluon_128x128_columns": _hopper(128, 128, 5, "columns"),
     "gluon_128x128_columns_b1": _hopper(128, 128, 6, "columns", 1),
@@ -122,6 +132,12 @@ def candidates(problem: str, tokens: int) -> dict[str, Launch]:
     found = dict(FEW if tokens <= 64 else MANY)
     if problem in ("mx", "f128"):
         found |= HOPPER_FEW if tokens <= 64 else HOPPER_MANY
+    if problem == "mx" and tokens <= 64:
+        found |= {
+            name: launch
+            for name, launch in HOPPER_FEW_32.items()
+            if launch.keywords["variant"].block_m >= tokens
+        }
     if problem == "f128":
         found["torch_scaled_mm"] = scaled_mm.launch_grouped_out_project
     if problem == "bf16":

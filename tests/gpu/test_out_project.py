@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 
 import pytest
@@ -137,6 +138,123 @@ def test_hopper_products_keep_nan_in_its_row_and_read_no_padding() -> None:
     assert bool(found[7, 1].isnan().all())
     found[7, 1] = 0.0
     assert bool(found.isfinite().all())
+
+
+def draw_wide(
+    tokens: int, groups: int, columns: int, features: int
+) -> tuple[mlacast.QuantizedTensor, projections.Weights]:
+    """Operands of which every row has scales of its own, 2**80 apart."""
+    weights = projections.draw_weights("bytes_32", (groups, columns, features), CUDA)
+    out = fill(MXFP8_HEAD, tokens, groups, features)
+
+    def draw(*rows: int) -> torch.Tensor:
+        centre = torch.randint(95, 130, (*rows, 1), device=CUDA)
+        return centre + torch.randint(-40, 41, (*rows, features // 32), device=CUDA)
+
+    scales = draw(groups, columns)
+    assert weights.weight_sf is not None
+    assert out.sf is not None
+    weights.weight_sf.copy_(scales)
+    values = weights.weight.double() * torch.exp2(scales.double() - 127).repeat_interleave(32, -1)
+    packed = draw(tokens, groups).to(torch.uint8).view(torch.int32)
+    out.sf.copy_(packed)
+    return out, projections.Weights(weights.weight, weights.weight_sf, values)
+
+
+@needs_hopper
+@pytest.mark.usefixtures("end_hanging_process")
+@pytest.mark.parametrize("kind", ["bytes_32", "words_32"])
+@pytest.mark.parametrize("tokens", [1, 8, 9, 17, 33, 64])
+def test_few_tokens(tokens: int, kind: str) -> None:
+    """Every room for tokens that the kernel is built with, and features that end a step early."""
+    for groups, columns, features in (
+        (2, 200, 1024),
+        (9, 264, 384),
+        (8, 1024, 4096),
+        (1, 72, 8192),
+    ):
+        weights = projections.draw_weights(kind, (groups, columns, features), CUDA)
+        out = fill(MXFP8_HEAD, tokens, groups, features)
+        first = multiply_on_hopper(out, weights)
+        assert_right(first, out, weights, 2.0**-12)
+        for _ in range(20):
+            assert torch.equal(multiply_on_hopper(out, weights), first)
+
+
+@needs_hopper
+@pytest.mark.usefixtures("end_hanging_process")
+def test_few_tokens_with_scales_that_differ_widely() -> None:
+    for tokens in (7, 33):
+        out, weights = draw_wide(tokens, 2, 136, 1024)
+        found = multiply_on_hopper(out, weights)
+        product, magnitude = projections.expect(out, weights)
+        allowed = 2.0**-12 * magnitude + 2.0**-8 * product.abs()
+        assert bool(((found.double() - product).abs() <= allowed).all())
+
+
+@needs_hopper
+@pytest.mark.usefixtures("end_hanging_process")
+def test_few_tokens_keep_nan_in_its_row_and_column() -> None:
+    for is_scale, byte in ((False, 0x7F), (False, 0xFF), (True, 0), (True, 255)):
+        weights = projections.draw_weights("bytes_32", (2, 136, 1024), CUDA)
+        out = fill(MXFP8_HEAD, 40, 2, 1024)
+        assert weights.weight_sf is not None
+        assert out.sf is not None
+        if is_scale:
+            words = out.sf[7, 1].contiguous()
+            words.view(torch.uint8)[9] = byte
+            out.sf[7, 1] = words
+            weights.weight_sf[0, 130, 31] = byte
+        else:
+            out.data.view(torch.uint8)[7, 1, 300] = byte
+            weights.weight.view(torch.uint8)[0, 130, 1023] = byte
+        found = multiply_on_hopper(out, weights)
+        is_nan = torch.zeros_like(found, dtype=torch.bool)
+        if byte != 0:
+            is_nan[7, 1] = True
+            is_nan[:, 0, 130] = True
+        assert torch.equal(found.isnan(), is_nan)
+        assert bool(found[~is_nan].isfinite().all())
+
+
+@needs_hopper
+@pytest.mark.usefixtures("end_hanging_process")
+def test_few_tokens_fill_what_is_theirs_and_are_captured() -> None:
+    weights = projections.draw_weights("words_32", (3, 200, 1024), CUDA)
+    out = fill(MXFP8_HEAD, 21, 3, 1024)
+    around = torch.full((23, 5, 256), 7.0, dtype=torch.bfloat16, device=CUDA)
+    inside = around[1:22, 1:4, 9:209]
+
+    def project() -> None:
+        assert weights.weight_sf is not None
+        hopper.launch_grouped_out_project(out, weights.weight, weights.weight_sf, projected=inside)
+
+    expected = multiply_on_hopper(out, weights)
+    project()
+    assert torch.equal(inside, expected)
+    inside.fill_(7.0)
+    assert bool((around == 7.0).all())
+    graph = replayed(project)
+    for _ in range(3):
+        around.fill_(7.0)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(inside, expected)
+        inside.fill_(7.0)
+        assert bool((around == 7.0).all())
+
+
+@needs_hopper
+def test_few_tokens_get_their_kernel() -> None:
+    weights = projections.draw_weights("words_32", (2, 64, 512), CUDA)
+    for tokens, name in (
+        (1, "project_few_kernel"),
+        (64, "project_few_kernel"),
+        (65, "project_kernel"),
+    ):
+        out = fill(MXFP8_HEAD, tokens, 2, 512)
+        names = kernels_of(functools.partial(multiply_on_hopper, out, weights))
+        assert [found for found in names if "Fill" not in found] == [name], names
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "words_32"])

@@ -22,6 +22,7 @@ _PREFILL_576 = "tests/gpu/test_hopper_prefill_576.py::test_against_float64"
 _DENSE = "tests/gpu/test_hopper_dense_prefill.py::"
 _STORE = "tests/gpu/test_hopper_store.py::test_bytes"
 _PRODUCTS = "tests/gpu/test_out_project.py::test_hopper_linear"
+_FEW = "tests/gpu/test_out_project.py::test_few_tokens"
 
 HOPPER = (
     Fault(
@@ -325,6 +326,42 @@ HOPPER = (
         "words1 = _load_words(pointers, steps, first + LOADERS, STEPS)",
         "words1 = _load_words(pointers, steps, first, STEPS)",
         (_PRODUCTS + "[mxfp8_head-words_32]",),
+    ),
+    Fault(
+        "h-few-pairs",
+        "grouped_out_project",
+        "the second part of a pair gets the scales of the first",
+        _SM90 + "grouped_out_project_few_roles.py",
+        "bits = words & -0x10000 if IS_SECOND else words << 16",
+        "bits = words << 16",
+        (_FEW + "[9-words_32]",),
+    ),
+    Fault(
+        "h-few-nan",
+        "grouped_out_project",
+        "a scale that is NaN is infinite",
+        _SM90 + "grouped_out_project_few_roles.py",
+        "return (bytes_ << 7) | ((is_other ^ 0x01000100) >> 2)",
+        "return bytes_ << 7",
+        (_FEW + "_keep_nan_in_its_row_and_column",),
+    ),
+    Fault(
+        "h-few-other-steps",
+        "grouped_out_project",
+        "the sums of the second consumer are left out",
+        _SM90 + "grouped_out_project_few_roles.py",
+        "        acc += sums.load(MMA)\n        _store_sums",
+        "        _store_sums",
+        (_FEW + "[33-bytes_32]",),
+    ),
+    Fault(
+        "h-few-columns",
+        "grouped_out_project",
+        "columns past the last one are stored",
+        _SM90 + "grouped_out_project_few_roles.py",
+        "mask = (column < num_columns)[:, None] & (token < num_tokens)[None, :]",
+        "mask = (column < num_columns + 64)[:, None] & (token < num_tokens)[None, :]",
+        (_FEW + "_fill_what_is_theirs_and_are_captured",),
     ),
     Fault(
         "attend-int32",

@@ -17,8 +17,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.targets import store_target
-from mlacast.kernels.config.hopper_grouped_out_project import Variant, product_plan
+from mlacast.kernels.config.hopper_grouped_out_project import TWO_LOADERS, Variant, product_plan
+from mlacast.kernels.config.hopper_grouped_out_project_few import FewPlan, plan_few
 from mlacast.kernels.config.sparse_attention import num_multiprocessors
+from mlacast.kernels.gluon.sm90.grouped_out_project_few import launch_few
 from mlacast.kernels.gluon.sm90.grouped_out_project_roles import run_load_role, run_multiply_role
 
 _SIZES = (
@@ -147,7 +149,7 @@ def _launch(
     weight: tuple[torch.Tensor, torch.Tensor],
     weight_sf: tuple[torch.Tensor, torch.Tensor],
     projected: tuple[torch.Tensor, torch.Tensor],
-    variant: Variant | None,
+    variant: Variant | FewPlan | None,
 ) -> Launches:
     """Fill ``projected`` [T, g, d_out]; weights [g, d_out, f], their scales likewise.
 
@@ -163,18 +165,18 @@ def _launch(
     into = launches.inside(*projected)
     # Its columns are those of the weights.
     rows = launches.inside(weight[0], weight[1].transpose(0, 1))
-    plan = product_plan(
-        (tokens, columns, groups, features),
-        sf.dtype,
-        scales.dtype,
-        num_multiprocessors(out.data.device),
-        variant,
-    )
-    launches.launch(
-        project_kernel,
-        (plan.num_programs,),
-        _descriptor(out.data, plan.variant.block_m),
-        _descriptor(rows, plan.variant.block_n),
+    sizes = (tokens, columns, groups, features)
+    multiprocessors = num_multiprocessors(out.data.device)
+    fixed = None if isinstance(variant, FewPlan) else variant
+    plan = product_plan(sizes, sf.dtype, scales.dtype, multiprocessors, fixed)
+    few = variant if isinstance(variant, FewPlan) else None
+    has_words = plan.product.x_bytes and plan.product.weight_bytes
+    if variant is None and plan.variant == TWO_LOADERS and has_words:
+        few = plan_few(tokens, features)
+    tile = few or plan.variant
+    arguments = [
+        _descriptor(out.data, tile.block_m),
+        _descriptor(rows, tile.block_n),
         numbers["stride_data_group"],
         rows.stride(1),
         sf,
@@ -190,6 +192,14 @@ def _launch(
         into.stride(1),
         tokens,
         columns,
+    ]
+    if few is not None:
+        launch_few(launches, few, (columns, groups), arguments)
+        return launches
+    launches.launch(
+        project_kernel,
+        (plan.num_programs,),
+        *arguments,
         groups,
         TILES=plan.variant,
         PRODUCT=plan.product,
@@ -210,7 +220,7 @@ def launch_grouped_out_project(
     weight_sf: torch.Tensor,
     *,
     projected: torch.Tensor,
-    variant: Variant | None = None,
+    variant: Variant | FewPlan | None = None,
 ) -> Launches:
     """Fill ``projected`` [T, g, d_out] bfloat16; arguments as in ``mlacast.grouped_out_project``.
 
@@ -227,7 +237,7 @@ def launch_quantized_linear(
     weight_sf: torch.Tensor,
     *,
     projected: torch.Tensor,
-    variant: Variant | None = None,
+    variant: Variant | FewPlan | None = None,
 ) -> Launches:
     """Fill ``projected`` [T, d_out] bfloat16; arguments as in ``mlacast.quantized_linear``.
 
