@@ -52,9 +52,6 @@ TESTS = (
     "test_dense_mla_decode.py::test_every_cache_format[v32_576-full]",
     "test_decode_metadata.py::test_random_lengths[65-7-0]",
 )
-# compute-sanitizer looks for its target on as many ports, from its base on.
-PORTS = 10
-FIRST_PORT = 49152
 _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error")
 
 
@@ -80,13 +77,10 @@ def summary(output: str) -> int | None:
     return sum(counts) if counts else None
 
 
-def run(sanitizer: str, place: int, tool: str, test: str, limit_s: float) -> Outcome:
-    """Run one test under one tool; no two runs at the same time have the same ``place``."""
+def run(sanitizer: str, tool: str, test: str, limit_s: float) -> Outcome:
+    """Run one test under one tool."""
     begin = time.monotonic()
-    # Runs that share ports find each other's targets, or none.
-    port = FIRST_PORT + place * PORTS
     command = [sanitizer, "--tool", tool, "--target-processes", "application-only"]
-    command += ["--base-port", str(port)]
     command += [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/gpu/{test}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
@@ -121,7 +115,7 @@ def main() -> int:
     ]
     with ThreadPoolExecutor(options.jobs) as pool:
         outcomes = list(
-            pool.map(lambda at: run(sanitizer, at, *pairs[at], options.limit), range(len(pairs)))
+            pool.map(lambda pair: run(sanitizer, pair[0], pair[1], options.limit), pairs)
         )
     clean = sum(outcome.is_clean for outcome in outcomes)
     print(f"{clean} of {len(outcomes)} runs clean")
