@@ -45,7 +45,9 @@ def layout_features(
             continue
         apart = cache.shape[1] > 1 and cache.stride(1) != cache.shape[-1]
         step = cache.stride(0) * cache.element_size() if cache.shape[0] > 1 else 0
-        if apart or cache.data_ptr() % 16 or step % 16:
+        # An empty cache has no address; kernels view it as words of 4 bytes all the same.
+        first = cache.storage_offset() * cache.element_size()
+        if apart or cache.data_ptr() % 16 or step % 16 or first % 4:
             features.add("rows:unaligned")
         if cache.shape[1] * cache.shape[-1] * cache.element_size() >= 2**33:
             features.add("pages:large")

@@ -26,6 +26,16 @@ def test_an_ordinary_call_asks_for_nothing() -> None:
     assert layout_features((query(),), 512, 0.1, (cache, None)) == frozenset()
 
 
+def test_an_empty_cache_that_starts_at_no_word() -> None:
+    """It has no address to look at, but Hopper launchers view it as words of four bytes."""
+    memory = torch.zeros(64 * 576 + 2, dtype=torch.uint8)
+    empty = memory[2:].view(torch.float8_e4m3fn).view(1, 64, 576)[:0]
+    assert empty.data_ptr() == 0
+    assert layout_features((query(),), 512, 0.1, (empty,)) == {"rows:unaligned"}
+    whole = torch.zeros(1, 64, 576, dtype=torch.float8_e4m3fn)[:0]
+    assert layout_features((query(),), 512, 0.1, (whole,)) == frozenset()
+
+
 @pytest.mark.parametrize("gap", [1, 8])
 def test_heads_at_no_multiple_of_16_elements(gap: int) -> None:
     assert layout_features((query(gap=gap),), 512, 0.1) == {"rows:unaligned"}
