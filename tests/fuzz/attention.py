@@ -34,6 +34,8 @@ class Precision:
         moved_keys: Elements of a key with float32 scales that may be the neighbour of the bfloat16
             number that the product rounds to.
         code_scores: Scores of e4m3 queries are sums of Hopper's FP8 matrix unit.
+        code_weight_step: Beside e4m3 queries a weight may be off by this share of the largest one
+            of its row.
     """
 
     unit: float = 2.0**-24
@@ -44,6 +46,7 @@ class Precision:
     least_value: float = 0.0
     moved_keys: int = 0
     code_scores: bool = False
+    code_weight_step: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -171,6 +174,11 @@ def attend(
     summed = torch.einsum(f"thk,{own}d->thd", weights, values.abs())
     summed = summed * (share * abs(v_scale))[..., None]
     error = (relative + (count[:, None] + 24) * unit)[..., None] * summed
+    if is_codes and valid.shape[1]:
+        # Of the largest weight, 1 / total, whatever the weight of a key.
+        step = precision.code_weight_step / torch.where(empty, 1.0, total)
+        each = torch.einsum(f"tk,{own}d->td", valid.double(), values.abs())[:, None]
+        error = error + (step * share * abs(v_scale))[..., None] * each
     if valid.shape[1]:
         largest = values.abs().amax((-2, -1))[..., None, None]
         error = error + abs(v_scale) * (TINY * largest + precision.least_value)

@@ -7,6 +7,8 @@ bounds are 0.9e-2 to 5.2e-2.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -104,3 +106,18 @@ def test_drawn_decodes_of_codes_have_it(is_codes: bool) -> None:
         bounds.append(torch.cat([call.expected.logit_error.flatten() for call in calls]))
     plain, wider = bounds
     assert bool((wider >= plain).all()) and bool((wider > plain).any()) == is_codes
+
+
+def test_small_weights_of_codes_are_off_by_a_share_of_the_largest() -> None:
+    """Two keys of weights 1 and 2**-40: a value of the second may vanish, and more is allowed."""
+    q = torch.zeros(1, 1, 576)
+    q[..., 0] = 1.0
+    keys = torch.zeros(2, 576)
+    keys[1, 0], keys[1, 1] = -40 * math.log(2), 448.0
+    valid = torch.ones(1, 2, dtype=torch.bool)
+    errors = []
+    for step in (0.0, 2.0**-32):
+        precision = attention.Precision(code_weight_step=step)
+        found = attention.attend(q, keys, valid, precision, sm_scale=1.0, is_codes=True)
+        errors.append(float(found.out_error[0, 0, 1]))
+    assert math.isclose(errors[1] - errors[0], 2.0**-32 * 448.0 / (1 + 2.0**-40), rel_tol=1e-9)
