@@ -120,10 +120,12 @@ def under_for(task: Task, device: torch.device) -> Under:
         return Under(device=device, backend=task.backend)
     # The portable kernels multiply codes as 16-bit numbers.
     is_portable = task.backend == "triton"
-    # Decision 013: beside e4m3 queries weights are float16 of which the largest is 2**7 or more,
-    # and steps end at 2**-24: one is off by 2**-25, which is 2**-32 of the largest.
+    # Beside e4m3 queries weights are float16, whose steps end at 2**-24: one is off by 2**-25 where
+    # the largest is 2**7 or more (decision 013), or, in the portable kernels, 2**15.
     precision = dataclasses.replace(
-        PRECISION, code_scores=not is_portable, code_weight_step=0.0 if is_portable else 2.0**-32
+        PRECISION,
+        code_scores=not is_portable,
+        code_weight_step=2.0 ** (-40 if is_portable else -32),
     )
     return Under(device, task.backend, precision=precision, sizes=GPU_SIZES, exact_share=15)
 

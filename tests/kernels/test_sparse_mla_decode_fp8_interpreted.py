@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -17,8 +18,8 @@ from tests.oracles import AttentionOracle
 from tests.scenarios import CacheCase, draw_indices, used_rows
 
 FP8 = mlacast.KvFormat.FP8
-# Half a unit in the last place of float16, and of its subnormal numbers.
-FLOAT16_HALF_ULP, FLOAT16_SUBNORMAL = 2.0**-11, 2.0**-25
+# Half a unit in the last place of float16, and of its subnormal numbers; weights are times 2**15.
+FLOAT16_HALF_ULP, FLOAT16_SUBNORMAL = 2.0**-11, 2.0**-40
 
 
 def _fp8_query(*shape: int) -> Tensor:
@@ -64,6 +65,27 @@ def test_an_e4m3_query_over_an_fp8_cache(
     selected = oracles.select_rows(filled.rows, indices, lengths)
     plain = oracles.attend(q.float(), selected, sm_scale=launches.SM_SCALE)
     launches.assert_matches(result, _with_float16_weights(plain, selected))
+
+
+def test_a_value_of_a_key_that_hardly_weighs() -> None:
+    """Weights 1, 2**-30 and 2**-32 and a value that the first key has as 0: not lost in float16."""
+    cache = FP8.allocate(1, 64, d_qk=576)
+    codes = torch.zeros(64, 576)
+    codes[:3, 0] = torch.tensor([0.0, -30.0, -32.0])
+    codes[1:3, 5] = torch.tensor([448.0, -416.0])
+    cache.copy_(codes.to(torch.float8_e4m3fn).view(cache.shape))
+    q = torch.zeros(1, 1, 576)
+    q[..., 0] = 1.0
+    result = launches.decode(
+        q.to(torch.float8_e4m3fn),
+        cache,
+        torch.tensor([[0, 1, 2, -1]], dtype=torch.int32),
+        launches.float32_buffer(1, 1),
+        kv_format=FP8,
+        sm_scale=math.log(2.0),
+    )
+    expected = 448.0 * 2.0**-30 - 416.0 * 2.0**-32
+    assert math.isclose(float(result.out.data.flatten()[5]), expected, rel_tol=1e-5)
 
 
 @pytest.mark.parametrize("num_splits", [1, 2])

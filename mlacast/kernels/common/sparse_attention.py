@@ -187,7 +187,12 @@ def attend_block(
     alpha = tl.exp2(running_max - shift)  # [BLOCK_H]
     weights = tl.exp2(scores - shift[:, None])  # [BLOCK_H, BLOCK_N]
     running_sum = running_sum * alpha + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(q.dtype), k, acc * alpha[:, None], input_precision="ieee")
+    if q.dtype == tl.float16:
+        # Steps of float16 end at 2**-24: of weights up to 1, those below 2**-25 would vanish.
+        weights = (weights * 32768.0).to(tl.float16)
+        acc = acc * alpha[:, None] + tl.dot(weights, k, input_precision="ieee") * (1.0 / 32768.0)
+    else:
+        acc = tl.dot(weights.to(q.dtype), k, acc * alpha[:, None], input_precision="ieee")
     return acc, new_max, running_sum
 
 
