@@ -12,9 +12,10 @@ Tracing, tensor subclasses, dispatch modes and profilers take the long way, thro
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,9 +23,9 @@ from mlacast.ops.known_call import After, KnownCall, Repeated, flatten
 from mlacast.ops.signature import describe, metadata_of, nobody_listens
 from mlacast.ops.straight_calls import Straight
 
-# Sets of facts that are kept, and calls with the same facts whose tensors differ in metadata. A
-# call takes a few kilobytes.
-MAX_FACTS = 1024
+# Calls that a table keeps, 20 to 30 KB each, and calls with the same facts whose tensors differ in
+# metadata, which are compared one after the other.
+MAX_CALLS = 1024
 MAX_METADATA = 16
 # Calls of an operation that are tried one after the other before the tables are asked, and
 # operations (functions are told apart by how they are called) that have such calls.
@@ -32,6 +33,20 @@ MAX_RECENT = 8
 MAX_RECENT_OPS = 256
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+
+
+class _Entry(NamedTuple):
+    """A call of a table.
+
+    Attributes:
+        metadata: What its tensors are compared with.
+        call: What it led to.
+        number: When it came, in the order of all calls of the table.
+    """
+
+    metadata: Any
+    call: KnownCall
+    number: int
 
 
 class Calls:
@@ -42,7 +57,12 @@ class Calls:
     """
 
     def __init__(self, is_public: bool = True) -> None:
-        self._calls: dict[tuple[object, ...], list[tuple[Any, KnownCall]]] = {}
+        self._calls: dict[tuple[object, ...], list[_Entry]] = {}
+        # Facts of every call by its number, the oldest first.
+        self._ages: dict[int, tuple[object, ...]] = {}
+        self._numbers = itertools.count()
+        # Readers do without it: what they walk through is replaced, never changed.
+        self._lock = threading.Lock()
         self._recent: dict[Hashable, tuple[Straight, ...]] = {}
         self._is_public = is_public
 
@@ -96,11 +116,11 @@ class Calls:
             self._put_first(op, straight)
 
     def _put_first(self, op: Hashable, straight: Straight) -> None:
-        while op not in self._recent and len(self._recent) >= MAX_RECENT_OPS:
-            self._recent.pop(next(iter(self._recent)), None)
-        others = [other for other in self._recent.get(op, ()) if other is not straight]
-        # A new tuple: another thread may be walking through the old one.
-        self._recent[op] = (straight, *others[: MAX_RECENT - 1])
+        with self._lock:
+            while op not in self._recent and len(self._recent) >= MAX_RECENT_OPS:
+                del self._recent[next(iter(self._recent))]
+            others = [other for other in self._recent.get(op, ()) if other is not straight]
+            self._recent[op] = (straight, *others[: MAX_RECENT - 1])
 
     def find(self, op: Hashable, values: Sequence[Any]) -> KnownCall | None:
         """Return the call of ``op`` with the signature of ``values``, None if it is not known.
@@ -115,9 +135,9 @@ class Calls:
         if described is None:
             return None
         facts, tensors = described
-        for metadata, call in self._calls.get(facts, ()):
-            if metadata.check(*tensors):
-                return call
+        for entry in self._calls.get(facts, ()):
+            if entry.metadata.check(*tensors):
+                return entry.call
         return None
 
     def remember(self, op: Hashable, values: Sequence[Any], call: KnownCall) -> None:
@@ -126,11 +146,24 @@ class Calls:
         if described is None:
             return
         facts, tensors = described
-        while facts not in self._calls and len(self._calls) >= MAX_FACTS:
-            self._calls.pop(next(iter(self._calls)), None)
-        # A new list: another thread may be walking through the old one.
-        kept = self._calls.get(facts, [])[: MAX_METADATA - 1]
-        self._calls[facts] = [(metadata_of(tensors), call), *kept]
+        entry = _Entry(metadata_of(tensors), call, next(self._numbers))
+        with self._lock:
+            entries = [entry, *self._calls.get(facts, ())]
+            self._calls[facts] = entries[:MAX_METADATA]
+            self._ages[entry.number] = facts
+            for left_over in entries[MAX_METADATA:]:
+                del self._ages[left_over.number]
+            while len(self._ages) > MAX_CALLS:
+                self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        number, facts = next(iter(self._ages.items()))
+        del self._ages[number]
+        kept = [entry for entry in self._calls[facts] if entry.number != number]
+        if kept:
+            self._calls[facts] = kept
+        else:
+            del self._calls[facts]
 
     def check_once(
         self, op: str, check: Callable[..., None], values: Sequence[Any], *settings: Any
@@ -156,8 +189,10 @@ class Calls:
 
     def clear(self) -> None:
         """Forget everything."""
-        self._calls.clear()
-        self._recent.clear()
+        with self._lock:
+            self._calls.clear()
+            self._ages.clear()
+            self._recent.clear()
 
 
 class _Record(threading.local):

@@ -24,6 +24,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_steps_run_and_nothing_is_wrong() -> None:
     report = soak.soak(CPU, 12, 2, 3)
     assert report["steps"] == 12 and report["graph_replays"] == 0
+    assert len(report["host_memory_by_tenth"]) == 10
+    assert report["host_memory_by_tenth"][-1] == report["memory_at_the_end"]["host"]
     assert report["compilations_after_warm_up"] == 0
     report["median_us"] = {"first_tenth": 1.0, "last_tenth": 1.0}
     assert soak.complaints(report) == []
@@ -48,6 +50,7 @@ def test_a_step_is_a_prefill_and_a_decode_into_one_buffer() -> None:
     [
         ({"memory_at_the_end": {"host": 10, "allocated": 11}}, "allocated memory grew"),
         ({"memory_at_the_end": {"host": 10 + (65 << 20), "allocated": 9}}, "host memory grew"),
+        ({"host_memory_by_tenth": [0, 0, 0, 0, 9, 9, 9, 9, 9, 10 + (8 << 20)]}, "second half"),
         ({"compilations_after_warm_up": 1}, "1 compilations"),
         ({"replays_that_differ": 2}, "2 replays differ"),
         ({"median_us": {"first_tenth": 100.0, "last_tenth": 111.0}}, "111.0 us at last"),
@@ -57,6 +60,7 @@ def test_complaints(change: dict[str, Any], word: str) -> None:
     good: dict[str, Any] = {
         "memory_after_warm_up": {"host": 10, "allocated": 10},
         "memory_at_the_end": {"host": 10 + (63 << 20), "allocated": 10},
+        "host_memory_by_tenth": [0, 0, 0, 0, 9, 9, 9, 9, 9, 9 + (8 << 20)],
         "compilations_after_warm_up": 0,
         "replays_that_differ": 0,
         "median_us": {"first_tenth": 100.0, "last_tenth": 109.0},

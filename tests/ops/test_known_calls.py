@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import inspect
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -274,7 +276,7 @@ def test_a_tensor_that_comes_twice_is_told_from_two_tensors(gpu: FakeGpu) -> Non
 def test_tables_are_bounded_and_keep_no_tensor(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(known_calls, "MAX_FACTS", 3)
+    monkeypatch.setattr(known_calls, "MAX_CALLS", 5)
     monkeypatch.setattr(known_calls, "MAX_METADATA", 2)
     monkeypatch.setattr(known_calls, "MAX_RECENT", 4)
     seen = []
@@ -293,7 +295,9 @@ def test_tables_are_bounded_and_keep_no_tensor(
     gc.collect()
     assert [ref for ref in seen if ref() is not None] == []
     for calls in (known_calls.PUBLIC, known_calls.OPERATORS):
-        assert [len(entries) for entries in calls._calls.values()] == [2, 2, 2]
+        # Of scales 0.3, 0.4 and 0.5; the oldest of the third last one had to leave.
+        assert [len(entries) for entries in calls._calls.values()] == [1, 2, 2]
+        assert len(calls._ages) == 5
     assert [len(recent) for recent in known_calls.PUBLIC._recent.values()] == [4]
     monkeypatch.setattr(known_calls, "MAX_RECENT_OPS", 2)
     for op in "abc":
@@ -317,3 +321,28 @@ def test_metadata_compared_in_python_is_that_of_torch(monkeypatch: pytest.Monkey
         plain = signature.PlainMetadata(first)
         assert guards.check(first) and plain.check(first)
         assert guards.check(second) == plain.check(second) == (first is second)
+
+
+def test_threads_fill_a_table_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_calls, "MAX_CALLS", 7)
+    monkeypatch.setattr(known_calls, "MAX_METADATA", 2)
+    calls = known_calls.Calls()
+    known = KnownCall(None, ())
+
+    def fill(first: int) -> None:
+        for number in range(first, first + 300):
+            calls.remember(f"op{number % 11}", [torch.zeros(number % 5)], known)
+            calls.find(f"op{number % 3}", [torch.zeros(number % 5)])
+            calls._put_first(number % 300, print)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(fill, range(8)))
+    finally:
+        sys.setswitchinterval(interval)
+    kept = {entry.number: facts for facts, all_of in calls._calls.items() for entry in all_of}
+    assert kept == calls._ages
+    assert 0 < len(kept) <= 7
+    assert len(calls._recent) <= known_calls.MAX_RECENT_OPS
