@@ -36,11 +36,13 @@ class RopeConfig(NamedTuple):
         rows: Rows of a program, a token and a head each.
         num_warps: Its warps.
         pinned: A barrier keeps the loads of columns before those of angles.
+        ahead: Rows of queries are sent for before the kernel before has ended.
     """
 
     rows: int
     num_warps: int
     pinned: bool = False
+    ahead: bool = False
 
 
 class RopePlan(NamedTuple):
@@ -167,7 +169,7 @@ def rope_quantize_config(num_rows: int) -> RopeConfig:
     before it waits for a position.
     """
     if num_rows <= _FEW_QUERY_ROWS:
-        return RopeConfig(rows=4, num_warps=4, pinned=True)
+        return RopeConfig(rows=4, num_warps=4, pinned=True, ahead=True)
     return RopeConfig(rows=8, num_warps=4)
 
 

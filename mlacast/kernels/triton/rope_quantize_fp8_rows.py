@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from mlacast.kernels.common.dependents import wait_for_previous_kernel
+from mlacast.kernels.common.dependents import prefetch_line, wait_for_previous_kernel
 from mlacast.kernels.common.fp8_casts import cast_to_float32, cast_to_fp8
 
 
@@ -238,6 +238,26 @@ def _store_rotated(
 
 
 @triton.jit
+def _send_for_queries(
+    rope, nope, rope_row, plain_row, positions, exists, PAIRS: tl.constexpr, QUERY: tl.constexpr
+):
+    """Have rows [ROWS] of queries on their way into the L2 cache, and their positions.
+
+    A thread sends for 128 bytes; a warp's 32 lanes are as many lines of a row.
+    """
+    STEP: tl.constexpr = 1024 // rope.ptr.dtype.element_ty.primitive_bitwidth
+    PLAIN: tl.constexpr = (QUERY.columns + STEP - 1) // STEP
+    LINES: tl.constexpr = PLAIN + (PAIRS.columns + STEP - 1) // STEP
+    lane = tl.arange(0, 32)[None, :]  # [1, 32]
+    # [ROWS, 32]
+    plain = (nope.ptr + plain_row[:, None] + lane * STEP).to(tl.int64)
+    rotated = (rope.ptr + rope_row[:, None] + (lane - PLAIN) * STEP).to(tl.int64)
+    address = tl.where(lane < PLAIN, plain, rotated)
+    address = tl.where(lane == LINES, positions.to(tl.int64)[:, None], address)
+    prefetch_line(address, exists[:, None] & (lane <= LINES))
+
+
+@triton.jit
 def quantize_queries(
     block,
     rope,
@@ -262,10 +282,13 @@ def quantize_queries(
     token, head, exists = _split_row(block, QUERY.heads, num_tokens, PROGRAM.rows)
     plain_row = token * nope.stride_token + head * nope.stride_head  # [ROWS]
     row = token * rope.stride_token + head * rope.stride_head
+    positions = angles.positions_ptr + token * angles.stride_positions  # [ROWS]
+    if PDL and PROGRAM.ahead:
+        _send_for_queries(rope, nope, row, plain_row, positions, exists, PAIRS, QUERY)
     wait_for_previous_kernel(PDL)
     if PAGED:
         exists = exists & (tl.load(requests_ptr + token, mask=exists, other=-1) >= 0)
-    position = tl.load(angles.positions_ptr + token * angles.stride_positions, mask=exists, other=0)
+    position = tl.load(positions, mask=exists, other=0)
     if QUERY.columns > 0:
         plain = _load_rows(nope.ptr, plain_row, exists, QUERY.columns, QUERY.block)
     first, second = _load_pairs(rope.ptr, row, exists, PAIRS)
