@@ -275,6 +275,20 @@ def test_compiles_into_few_wide_accesses(variant: Variant, tmp_path: Path) -> No
         assert native == is_native
 
 
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"
+)
+@pytest.mark.parametrize("variant", ROPE_VARIANTS, ids=lambda one: one.name)
+def test_few_queries_are_sent_for_before_the_kernel_before_has_ended(variant: Variant) -> None:
+    """Sent for only: what is loaded before that end might be what was there before it."""
+    ptx = _compile(variant).asm["ptx"]
+    order = re.findall(r"prefetch\.global\.L2|griddepcontrol\.wait|ld\.global", ptx)
+    is_sent = variant.constants["PROGRAM"].ahead and variant.constants["PDL"]
+    assert order.count("prefetch.global.L2") == int(is_sent)
+    if variant.constants["PDL"]:
+        assert order[: 1 + is_sent] == ["prefetch.global.L2"] * is_sent + ["griddepcontrol.wait"]
+
+
 LONG_APPENDS = tuple(one for one in CACHE_VARIANTS if one.options == CHUNK_OPTIONS)
 
 

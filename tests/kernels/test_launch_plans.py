@@ -179,7 +179,7 @@ def test_tiles_of_far_weights_have_offsets_of_64_bits(
 
 def test_a_plan_of_rope_and_fp8() -> None:
     """17 rows of queries, 3 of keys; and of values where they have columns."""
-    config = RopeConfig(rows=4, num_warps=4, pinned=True)
+    config = RopeConfig(rows=4, num_warps=4, pinned=True, ahead=True)
     assert rope_quantize_plan(1, 17, 3, False) == RopePlan(config, 5, 1, 6)
     assert rope_quantize_plan(1, 17, 3, True) == RopePlan(config, 5, 1, 7)
     wide = RopeConfig(rows=8, num_warps=4)

@@ -161,6 +161,23 @@ LAUNCHERS = (
         ("tests/kernels/test_launch_plans.py",),
     ),
     Fault(
+        "rope-position-early",
+        "rope_quantize_fp8",
+        "positions are read before the kernel before has ended",
+        "mlacast/kernels/triton/rope_quantize_fp8_rows.py",
+        """    wait_for_previous_kernel(PDL)
+    if PAGED:
+        exists = exists & (tl.load(requests_ptr + token, mask=exists, other=-1) >= 0)
+    position = tl.load(positions, mask=exists, other=0)
+""",
+        """    position = tl.load(positions, mask=exists, other=0)
+    wait_for_previous_kernel(PDL)
+    if PAGED:
+        exists = exists & (tl.load(requests_ptr + token, mask=exists, other=-1) >= 0)
+""",
+        ("tests/kernels/test_cache_kernels_compile.py",),
+    ),
+    Fault(
         "decode-most-splits",
         "sparse_mla_decode",
         "a list has two splits at most",

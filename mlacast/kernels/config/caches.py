@@ -165,8 +165,8 @@ def rope_quantize_config(num_rows: int) -> RopeConfig:
     """Pick the program of ``rope_quantize_fp8`` for so many rows of queries.
 
     Eight rows of 576 numbers are 9 KB in flight, and 64 tokens of 128 heads still give every
-    multiprocessor several programs. Of fewer tokens a warp has one row, and asks for all of it
-    before it waits for a position.
+    multiprocessor several programs. Of fewer tokens a warp has one row, sends for it before the
+    kernel before has ended, and asks for all of it before it waits for a position.
     """
     if num_rows <= _FEW_QUERY_ROWS:
         return RopeConfig(rows=4, num_warps=4, pinned=True, ahead=True)

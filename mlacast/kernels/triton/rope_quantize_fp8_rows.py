@@ -239,11 +239,19 @@ def _store_rotated(
 
 @triton.jit
 def _send_for_queries(
-    rope, nope, rope_row, plain_row, positions, exists, PAIRS: tl.constexpr, QUERY: tl.constexpr
+    rope,
+    nope,
+    rope_row,
+    plain_row,
+    positions,
+    head,
+    exists,
+    PAIRS: tl.constexpr,
+    QUERY: tl.constexpr,
 ):
-    """Have rows [ROWS] of queries on their way into the L2 cache, and their positions.
+    """Have rows [ROWS] of queries and their positions on their way into the L2 cache.
 
-    A thread sends for 128 bytes; a warp's 32 lanes are as many lines of a row.
+    A warp's lanes send for the lines of a row, 128 bytes each, and one for the token's position.
     """
     STEP: tl.constexpr = 1024 // rope.ptr.dtype.element_ty.primitive_bitwidth
     PLAIN: tl.constexpr = (QUERY.columns + STEP - 1) // STEP
@@ -254,7 +262,10 @@ def _send_for_queries(
     rotated = (rope.ptr + rope_row[:, None] + (lane - PLAIN) * STEP).to(tl.int64)
     address = tl.where(lane < PLAIN, plain, rotated)
     address = tl.where(lane == LINES, positions.to(tl.int64)[:, None], address)
-    prefetch_line(address, exists[:, None] & (lane <= LINES))
+    # One head asks for the position: as many requests for one line as rows would queue up.
+    is_first = (head == 0)[:, None]  # [ROWS, 1]
+    is_sent = (lane < LINES) | (is_first & (lane == LINES))  # [ROWS, 32]
+    prefetch_line(address, exists[:, None] & is_sent)
 
 
 @triton.jit
@@ -284,7 +295,7 @@ def quantize_queries(
     row = token * rope.stride_token + head * rope.stride_head
     positions = angles.positions_ptr + token * angles.stride_positions  # [ROWS]
     if PDL and PROGRAM.ahead:
-        _send_for_queries(rope, nope, row, plain_row, positions, exists, PAIRS, QUERY)
+        _send_for_queries(rope, nope, row, plain_row, positions, head, exists, PAIRS, QUERY)
     wait_for_previous_kernel(PDL)
     if PAGED:
         exists = exists & (tl.load(requests_ptr + token, mask=exists, other=-1) >= 0)
