@@ -109,7 +109,16 @@ HOPPER_FEW_32 = {
     f"gluon_few_{block_m}_s{stages}": functools.partial(
         hopper.launch_grouped_out_project, variant=plan_few(block_m, FEATURES, stages)
     )
-    for block_m, stages in ((64, 8), (64, 10), (32, 12), (32, 16), (16, 12), (8, 8), (8, 16))
+    for block_m, stages in (
+        (64, 8),
+        (64, 10),
+        (32, 8),
+        (32, 12),
+        (16, 8),
+        (16, 12),
+        (8, 8),
+        (8, 12),
+    )
 }
 HOPPER_MANY = {
     "gluon_128x128_columns": _hopper(128, 128, 5, "columns"),

@@ -10,16 +10,24 @@ import torch
 from torch import Tensor
 
 import mlacast
+from tests import projections
 from tests.gpu.steps import CUDA
 
 FORMAT = mlacast.KvFormat.V41
 ROWS, TOKENS, HEADS, TOPK, ROUNDS = 4096, 24, 64, 512, 12
 
 
+# What the buffer holds, and the weights that its consumer multiplies it by.
+PROJECTIONS: dict[str, tuple[mlacast.OutFormat, str]] = {
+    "bf16-weights": (mlacast.Fp8Group(128, "float32", "mn_major"), "bfloat16"),
+    "few-tokens": (mlacast.Mxfp8(), "words_32"),
+}
+
+
 class Chain:
     """A step in which every kernel reads what the one before it wrote, over the same memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, projection: str) -> None:
         torch.manual_seed(3)
         self.latents = torch.randn(ROUNDS, ROWS, 512, device=CUDA).bfloat16()
         self.queries = torch.randn(ROUNDS, TOKENS, HEADS, 512, device=CUDA).bfloat16()
@@ -31,10 +39,15 @@ class Chain:
         self.indices = indices
         self.latent = torch.empty(ROWS, 512, dtype=torch.bfloat16, device=CUDA)
         self.q = torch.empty(TOKENS, HEADS, 512, dtype=torch.bfloat16, device=CUDA)
-        self.out = mlacast.QuantizedTensor.empty(
-            2 * TOKENS, 8, HEADS * 64, mlacast.Fp8Group(128, "float32", "mn_major"), CUDA
+        out_format, weights = PROJECTIONS[projection]
+        self.out = mlacast.QuantizedTensor.empty(2 * TOKENS, 8, HEADS * 64, out_format, CUDA)
+        self.weights = projections.draw_weights(weights, (8, 128, HEADS * 64), CUDA)
+
+    def project(self) -> Tensor:
+        """What consumes the buffer."""
+        return mlacast.grouped_out_project(
+            self.out, self.weights.weight, weight_sf=self.weights.weight_sf
         )
-        self.weight = torch.randn(8, 128, HEADS * 64, device=CUDA).bfloat16()
 
     def run(self, number: int, between: Callable[[], None]) -> Tensor:
         """One round; ``between`` is called after every kernel."""
@@ -60,12 +73,12 @@ class Chain:
             **half,
         )
         between()
-        return mlacast.grouped_out_project(self.out, self.weight)
+        return self.project()
 
 
-@pytest.fixture(scope="module")
-def chain() -> Chain:
-    return Chain()
+@pytest.fixture(scope="module", params=PROJECTIONS)
+def chain(request: pytest.FixtureRequest) -> Chain:
+    return Chain(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +139,7 @@ def test_a_graph_whose_kernel_has_two_predecessors(chain: Chain, expected: list[
             out=chain.out[TOKENS:],
             **options,
         )
-        found = mlacast.grouped_out_project(chain.out, chain.weight)
+        found = chain.project()
     for _ in range(3):
         chain.q.zero_()
         graph.replay()

@@ -39,7 +39,8 @@ def _build(plan: config.FewPlan) -> Build:
     signature = {name: types.get(name, "i32") for name in names}
     attributes = {(names.index("out_ptr"),): [["tt.divisibility", 16]]}
     source = GluonASTSource(kernel, signature, {(names.index("PLAN"),): plan}, attributes)
-    return build_source(source, {"num_warps": 4, "maxnreg": config.FEW_REGISTERS})
+    options = {"num_warps": 4, "maxnreg": config.FEW_REGISTERS, "launch_pdl": True}
+    return build_source(source, options)
 
 
 @needs_gated_triton
@@ -78,8 +79,8 @@ def test_plans() -> None:
     assert found == {
         1: (8, 8, 32),
         8: (8, 8, 32),
-        9: (16, 12, 32),
-        32: (32, 12, 32),
+        9: (16, 8, 32),
+        32: (32, 8, 32),
         33: (64, 8, 32),
         64: (64, 8, 32),
     }

@@ -328,6 +328,15 @@ HOPPER = (
         (_PRODUCTS + "[mxfp8_head-words_32]",),
     ),
     Fault(
+        "h-few-early",
+        "grouped_out_project",
+        "a product of few tokens does not wait for the kernel before it",
+        _SM90 + "grouped_out_project_few.py",
+        "    gdc_wait()\n",
+        "",
+        ("tests/gpu/test_dependents.py::test_one_graph_of_all_rounds",),
+    ),
+    Fault(
         "h-few-pairs",
         "grouped_out_project",
         "the second part of a pair gets the scales of the first",

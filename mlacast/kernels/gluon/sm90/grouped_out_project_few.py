@@ -12,6 +12,7 @@ from typing import Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.config.hopper_grouped_out_project_few import FEW_REGISTERS, FewPlan
@@ -83,6 +84,9 @@ def project_few_kernel(
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
     mbarrier.init(summed.index(0), count=1)
+    # Everything above runs while the kernel before this one ends.
+    gdc_wait()
+    gdc_launch_dependents()
     buffers = (w_smem, x_smem, column_scales, token_scales, sums)
     barriers = (ready, free, summed)
     group = gl.program_id(1)
@@ -122,4 +126,5 @@ def launch_few(
         PLAN=plan,
         num_warps=4,
         maxnreg=FEW_REGISTERS,
+        launch_pdl=True,
     )
