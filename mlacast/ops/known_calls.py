@@ -12,6 +12,7 @@ Tracing, tensor subclasses, dispatch modes and profilers take the long way, thro
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -356,14 +357,20 @@ def _outputs(
     """Which of the tensors among ``arguments`` the operator writes, ``fresh`` ones left out."""
     written: list[int] = []
     at = 0
-    schema = getattr(torch.ops.mlacast, op).default._schema
-    for declared, value in zip(schema.arguments, arguments, strict=True):
+    for is_output, value in zip(_is_written(op), arguments, strict=True):
         tensors = [v for v in flatten([value]) if isinstance(v, torch.Tensor)]
-        is_output = declared.alias_info is not None and declared.alias_info.is_write
         if is_output and not any(value is tensor for tensor in fresh):
             written += range(at, at + len(tensors))
         at += len(tensors)
     return written
+
+
+@functools.cache
+def _is_written(op: str) -> tuple[bool, ...]:
+    """Whether the operator writes each of its arguments."""
+    schema = getattr(torch.ops.mlacast, op).default._schema
+    infos = [argument.alias_info for argument in schema.arguments]
+    return tuple(info is not None and info.is_write for info in infos)
 
 
 def _distinct(arguments: Sequence[Any]) -> list[Any]:

@@ -9,7 +9,8 @@ keeps what Triton chose, and `Launches.bind` turns that into a `Plan` that takes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,14 +160,7 @@ class Plan:
         num_tensors: Tensors of the call.
         scratch_sizes: float32 elements of each scratch tensor.
 
-    Attributes:
-        launch: A function of the addresses, each one argument, that launches everything on the
-            current stream. It may only be called right after ``is_ready()``.
-        is_ready: Whether the device of the launches is current and no hook listens.
-        empty: ``empty(sizes, strides, dtype)`` on the current device of that type.
     """
-
-    __slots__ = ("_device", "_scratch_sizes", "_steps", "empty", "is_ready", "launch")
 
     def __init__(
         self,
@@ -177,10 +171,28 @@ class Plan:
     ) -> None:
         self._device = device
         self._steps = steps
+        self._num_tensors = num_tensors
         self._scratch_sizes = scratch_sizes
-        self.empty = allocator(device)
-        self.is_ready = readiness(device, [step.kernel for step in steps])
-        self.launch = straight_line(device, steps, num_tensors, scratch_sizes)
+
+    # Most calls of an engine whose shapes vary are never repeated: these are made when one is.
+
+    @functools.cached_property
+    def launch(self) -> Callable[..., None]:
+        """A function of the addresses, each one argument, that launches on the current stream.
+
+        It may only be called right after ``is_ready()``.
+        """
+        return straight_line(self._device, self._steps, self._num_tensors, self._scratch_sizes)
+
+    @functools.cached_property
+    def is_ready(self) -> Callable[[], bool]:
+        """Whether the device of the launches is current and no hook listens."""
+        return readiness(self._device, [step.kernel for step in self._steps])
+
+    @functools.cached_property
+    def empty(self) -> Callable[..., torch.Tensor]:
+        """``empty(sizes, strides, dtype)`` on the current device of that type."""
+        return allocator(self._device)
 
     def __call__(self, addresses: list[int]) -> None:
         """Launch everything again, on the current stream of the device.
