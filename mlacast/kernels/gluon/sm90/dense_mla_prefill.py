@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.kernels.common.launch import Launches
@@ -34,12 +35,16 @@ from mlacast.kernels.gluon.sm90.dense_mla_prefill_tiles import (
 )
 
 # The registers of all roles use up the register file.
-OPTIONS = {"num_warps": 4, "maxnreg": 168}
+OPTIONS = {"num_warps": 4, "maxnreg": 168, "launch_pdl": True}
+COUNTER_OPTIONS = {"num_warps": 1, "launch_pdl": True}
 
 
 @gluon.jit(do_not_specialize=("ticket",))
 def set_counter_kernel(counter_ptr, ticket):
     """Set the next ticket to be taken. Grid: (1,)."""
+    # The kernel before may still be at work on this memory.
+    gdc_wait()
+    gdc_launch_dependents()
     gl.store(counter_ptr.to(gl.pointer_type(gl.int32), bitcast=True), ticket)
 
 
@@ -150,6 +155,9 @@ def dense_mla_prefill_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(v_ready.index(i), count=V_ARRIVALS)
         mbarrier.init(v_free.index(i), count=CONSUMERS)
+    # Everything above runs while the kernel before this one ends.
+    gdc_wait()
+    gdc_launch_dependents()
     buffers = (q_smem, k_smem, v_smem, words_smem)
     barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free)
     strides = (stride_q_head, stride_k_head, stride_v_head, stride_v_key, heads_per_key_head)
@@ -229,7 +237,7 @@ def launch_dense_mla_prefill(
     )
     counter = launches.scratch(1)
     # The first tickets are the programs' own numbers.
-    launches.launch(set_counter_kernel, (1,), counter, plan.num_programs, num_warps=1)
+    launches.launch(set_counter_kernel, (1,), counter, plan.num_programs, **COUNTER_OPTIONS)
     # Without any key nothing of them is used; a descriptor needs an address all the same.
     keys, values = (k, v) if num_keys else (q, q[:, :, :128])
     launches.launch(
