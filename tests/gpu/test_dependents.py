@@ -145,3 +145,41 @@ def test_a_graph_whose_kernel_has_two_predecessors(chain: Chain, expected: list[
         graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(found, expected[1])
+
+
+def test_dense_prefill_behind_copies() -> None:
+    """What sets its counter of tiles starts early too, and so does the kernel that counts."""
+    torch.manual_seed(4)
+    heads, tokens = 4, 640
+    drawn = torch.randn(ROUNDS, 3, tokens, heads, 192, device=CUDA).bfloat16()
+    q, k, v = torch.empty_like(drawn[0]).unbind()
+    starts = torch.tensor([0, 100, 100, tokens], dtype=torch.int32, device=CUDA)
+
+    def run(number: int, between: Callable[[], None]) -> Tensor:
+        for target, source in zip((q, k, v), drawn[number], strict=True):
+            target.copy_(source)
+        between()
+        out, _ = mlacast.dense_mla_prefill(
+            q,
+            k,
+            v[..., :128],
+            cu_seqlens_q=starts,
+            cu_seqlens_k=starts,
+            max_seqlen_q=tokens,
+            max_seqlen_k=tokens,
+            out_format=mlacast.Mxfp8(),
+        )
+        between()
+        assert isinstance(out, mlacast.QuantizedTensor)
+        return out.data.view(torch.uint8)
+
+    expected = [run(number, torch.cuda.synchronize).clone() for number in range(ROUNDS)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [run(number, lambda: None) for number in range(ROUNDS)]
+    for _ in range(4):
+        graph.replay()
+    found += [run(number, lambda: None) for number in range(ROUNDS)]
+    torch.cuda.synchronize()
+    for result, wanted in zip(found, [*expected, *expected], strict=True):
+        assert torch.equal(result, wanted)
