@@ -75,7 +75,9 @@ def _put_beside(value, pairs):
 
 @gluon.jit
 def _divide(pairs, divisor, GROUP: gl.constexpr):
-    """IEEE quotients: a reciprocal per group, and one correction per element.
+    """IEEE quotients, like ``pairs``: a reciprocal per group, and one correction per element.
+
+    ``divisor`` is as ``_find_group_max`` has it.
 
     One element after the other, so that intermediate results do not fill the registers.
     """

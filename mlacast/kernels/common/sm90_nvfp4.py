@@ -113,7 +113,7 @@ def _exchange_lanes(words):
 @gluon.jit
 def _split_lanes(x):
     """Split the last dimension of [64, 4, lane] into its elements [64, 4]."""
-    even, odd = gl.split(gl.reshape(x, (64, 4, 2, 2)))
+    even, odd = gl.split(gl.reshape(x, (64, 4, 2, 2)))  # [64, 4, 2] each
     first, third = gl.split(even)
     second, fourth = gl.split(odd)
     return first, second, third, fourth
@@ -122,7 +122,7 @@ def _split_lanes(x):
 @gluon.jit
 def _split_halves(x):
     """Split the last two dimensions of [64, 4, lane, 2, 2] into elements 00, 01, 10, 11."""
-    first, second = gl.split(gl.permute(x, (0, 1, 2, 4, 3)))
+    first, second = gl.split(gl.permute(x, (0, 1, 2, 4, 3)))  # [64, 4, lane, 2] each
     a, b = gl.split(first)
     c, d = gl.split(second)
     return a, b, c, d
@@ -135,7 +135,8 @@ def _pack_codes(groups, negated):
     ``negated`` [64, 8, lane] are minus the factors of the groups, NaN for one with a NaN.
     """
     by_word = gl.permute(gl.reshape(groups, (64, 4, 2, 2, 4, 2)), (0, 1, 4, 3, 5, 2))
-    first, last = gl.split(by_word)
+    first, last = gl.split(by_word)  # [64, 4, lane, 2, 2] each
+    # [64, 4, lane] each, like the words and the factors.
     zero, one, two, three = _split_halves(first)
     four, five, six, seven = _split_halves(last)
     of_first, of_last = gl.split(gl.permute(gl.reshape(negated, (64, 4, 2, 4)), (0, 1, 3, 2)))
@@ -159,6 +160,7 @@ def _pack_codes(groups, negated):
         is_pure=True,
         pack=1,
     )
+    # [64, 4] each, and so are the words of codes.
     zero, one, two, three = _split_lanes(_exchange_lanes(words))
     a, b, c, d = gl.inline_asm_elementwise(
         _TRANSPOSE_BYTES,
@@ -175,7 +177,9 @@ def _pack_codes(groups, negated):
 def _encode_scales(amax, global_scale, dividend):
     """Scale bytes (int32) of groups with these largest magnitudes, and ``dividend`` over them.
 
-    The quotient is NaN for a group that has a NaN, and zero under the scale zero.
+    ``amax`` is [rows, groups], [64, 4] of an accumulator, and so are the results; the global scale
+    and the dividend are numbers. The quotient is NaN for a group that has a NaN, and zero under
+    the scale zero.
     """
     wanted = gl.minimum(global_scale * divide_by_6(amax), 448.0)
     byte = wanted.to(gl.float8e4nv).to(gl.uint8, bitcast=True).to(gl.int32)
@@ -200,8 +204,10 @@ def quantise_to_nvfp4(x, alive, global_scale, MASKED: gl.constexpr):
         codes as words of 8 [64, 16], and the scale bytes of the first and the last four groups,
         each [64, 4]; int32.
     """
-    groups = gl.reshape(x, (64, 8, 2, 4, 2))
+    groups = gl.reshape(x, (64, 8, 2, 4, 2))  # [64, groups, 2, lane, 2]
+    # [64, groups, lane]
     by_lane = gl.reduce(gl.reduce(gl.abs(groups), 4, choose_larger_or_nan), 2, choose_larger_or_nan)
+    # [64, 4, lane] each, and dealt, like bytes and factors, [64, 4].
     left, right = gl.split(gl.permute(gl.reshape(by_lane, (64, 2, 4, 4)), (0, 2, 3, 1)))
     left = deal_max(left)
     right = deal_max(right)
@@ -213,11 +219,11 @@ def quantise_to_nvfp4(x, alive, global_scale, MASKED: gl.constexpr):
         right = gl.where(is_alive, right, 0.0)
     left_byte, left = _encode_scales(left, global_scale, -global_scale)
     right_byte, right = _encode_scales(right, global_scale, -global_scale)
-    negated = gl.permute(gl.join(undeal(left), undeal(right)), (0, 3, 1, 2))
+    negated = gl.permute(gl.join(undeal(left), undeal(right)), (0, 3, 1, 2))  # [64, 2, 4, lane]
     negated = gl.reshape(negated, (64, 8, 4))
     BY_LANE: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, groups.type.layout))
     negated = gl.convert_layout(negated, BY_LANE, assert_trivial=True)
-    words = _pack_codes(groups, negated)
+    words = _pack_codes(groups, negated)  # [64, 16]
     if MASKED:
         # A row that counts as zeros may hold NaN.
         mask = gl.convert_layout(alive, gl.SliceLayout(1, words.type.layout), assert_trivial=True)
@@ -237,6 +243,7 @@ def find_row_scales(x, factor, global_scale, IN_FLOAT32: gl.constexpr):
         [heads, n / 16].
     """
     groups = gl.reshape(x, (x.shape[0], x.shape[1] // 16, 16))
+    # [heads, n / 16], and so are bytes and factors.
     amax = gl.reduce(gl.abs(groups), 2, choose_larger_or_nan)
     if factor is not None:
         # Rounding keeps order, so this is the largest magnitude of the products.
@@ -259,6 +266,7 @@ def find_row_scales(x, factor, global_scale, IN_FLOAT32: gl.constexpr):
 @gluon.jit
 def _deal_to_words(x):
     """Elements 0..7 of the words [heads, n / 16, 2] of rows [heads, n]."""
+    # [heads, n / 16, 2, 2, 2] each, then a dimension less.
     even, odd = gl.split(gl.reshape(x, (x.shape[0], x.shape[1] // 16, 2, 2, 2, 2)))
     even_first, even_last = gl.split(even)
     odd_first, odd_last = gl.split(odd)
@@ -279,7 +287,8 @@ def _put_beside_words(x, word):
 
 @gluon.jit
 def encode_rows(x, byte, multiplier, IN_FLOAT32: gl.constexpr):
-    """Words of 8 codes [heads, n / 8], given what ``find_row_scales`` returns."""
+    """Words of 8 codes [heads, n / 8] of ``x`` [heads, n], given its ``find_row_scales``."""
+    # [heads, n / 16, 2] each, and so are words and what is beside them.
     zero, one, two, three, four, five, six, seven = _deal_to_words(x)
     multiplier = _put_beside_words(multiplier, zero)
     if IN_FLOAT32:
@@ -354,8 +363,10 @@ def store_scale_bytes(
     buffer; scales of ``padding_rows`` rows after it are zeroed.
     """
     LAYOUT: gl.constexpr = scales.type.layout
+    # [n]
     group = FIRST // 16 + hide_value(gl.arange(0, scales.shape[1], gl.SliceLayout(0, LAYOUT)))
     # The 32 scales of a head are 8 tiles of 512 bytes, the heads of a token follow each other.
+    # [heads, n]
     places = (head * 4096)[:, None] + (group // 4 * 512 + group % 4)[None, :]
     mask = gl.broadcast((head < num_heads)[:, None], places)[0]
     pointers = sf_ptr + find_swizzled_row(row, num_heads * 8) + places

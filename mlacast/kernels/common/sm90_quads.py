@@ -50,12 +50,13 @@ def deal_max(x):
     """Maxima over the lanes of [64, 4, lane]: [64, 4], the n-th of a row in lane n of its quad."""
     # [64, 2, 4] each.
     low, high = gl.split(gl.permute(gl.reshape(x, (64, 2, 2, 4)), (0, 2, 3, 1)))
+    # [4]
     lane = hide_value(gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, low.type.layout))))
     upper = gl.broadcast((lane >= 2)[None, None, :], low)[0]  # [64, 2, 4]
     other = _read_partner(gl.where(upper, low, high), 2)
     half = choose_larger_or_nan(gl.where(upper, high, low), other)  # [64, 2, 4]
     low, high = gl.split(gl.permute(half, (0, 2, 1)))  # [64, 4] each
-    lane = hide_value(gl.arange(0, 4, gl.SliceLayout(0, low.type.layout)))
+    lane = hide_value(gl.arange(0, 4, gl.SliceLayout(0, low.type.layout)))  # [4]
     odd = gl.broadcast(((lane & 1) == 1)[None, :], low)[0]  # [64, 4]
     other = _read_partner(gl.where(odd, low, high), 1)
     return choose_larger_or_nan(gl.where(odd, high, low), other)

@@ -135,7 +135,7 @@ def split_pairs(x, HALF_PAIRING: gl.constexpr):
 @gluon.jit
 def join_pairs(first, second, HALF_PAIRING: gl.constexpr):
     """Inverse of ``split_pairs``: [64, 64] of two [64, 32]."""
-    pairs = gl.join(first, second)
+    pairs = gl.join(first, second)  # [64, 32, 2]
     if HALF_PAIRING:
         pairs = gl.permute(pairs, (0, 2, 1))
     return gl.reshape(pairs, (64, 64))
@@ -146,7 +146,7 @@ def load_angles(table_ptr, stride_table, table_row, pairs):
     """Cosines and sines [1, 32] of a table row, laid out like the columns of ``pairs`` [64, 32]."""
     row_ptr = table_ptr + find_row_offset(table_row, stride_table)
     LAYOUT: gl.constexpr = pairs.type.layout
-    pair = gl.arange(0, 32, gl.SliceLayout(0, LAYOUT))
+    pair = gl.arange(0, 32, gl.SliceLayout(0, LAYOUT))  # [32]
     return gl.load(row_ptr + pair)[None, :], gl.load(row_ptr + 32 + pair)[None, :]
 
 
@@ -187,7 +187,7 @@ def _turn(first, second, cos, sin):
 @gluon.jit
 def rotate(x, cos, sin, HALF_PAIRING: gl.constexpr):
     """Rotate the pairs of a bfloat16 tile [64, 64] in float32; ``cos`` and ``sin`` are [1, 32]."""
-    first, second = split_pairs(x, HALF_PAIRING)
+    first, second = split_pairs(x, HALF_PAIRING)  # [64, 32] each
     first = first.to(gl.float32)
     second = second.to(gl.float32)
     rotated_first, rotated_second = _turn(first, second, cos, -sin)
@@ -196,15 +196,15 @@ def rotate(x, cos, sin, HALF_PAIRING: gl.constexpr):
 
 @gluon.jit
 def split_halves(x, N: gl.constexpr):
-    """Split [64, N] into its left and right columns."""
+    """Split [64, N] into its left and right columns, [64, N / 2] each."""
     return gl.split(gl.permute(gl.reshape(x, (64, 2, N // 2)), (0, 2, 1)))
 
 
 @gluon.jit
 def rotate_back(x, cos, sin, HALF_PAIRING: gl.constexpr):
     """Rotate the last 64 columns of [64, 128] by the negative angles; ``cos``, ``sin`` [1, 32]."""
-    plain, rope = split_halves(x, 128)
-    first, second = split_pairs(rope, HALF_PAIRING)
+    plain, rope = split_halves(x, 128)  # [64, 64] each
+    first, second = split_pairs(rope, HALF_PAIRING)  # [64, 32] each
     turned_first, turned_second = _turn(first, second, cos, sin)
     rope = join_pairs(turned_first, turned_second, HALF_PAIRING)
     joined = gl.join(plain, gl.convert_layout(rope, plain.type.layout))  # [64, 64, 2]

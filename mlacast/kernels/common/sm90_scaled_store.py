@@ -179,7 +179,7 @@ def _store_e4m3(
     """``store_scaled_block`` [64, 128] to e4m3 codes: one scale of the tensor, or one a group."""
     COLUMN: gl.constexpr = gl.SliceLayout(1, x.type.layout)
     if OUTPUT.kind == FP8_TENSOR:
-        per_head = gl.convert_layout(factor, COLUMN, assert_trivial=True)[:, None]
+        per_head = gl.convert_layout(factor, COLUMN, assert_trivial=True)[:, None]  # [64, 1]
         ratio = x * per_head * invert(gl.load(scale_ptr))
     else:
         pairs, scale, scales = find_group_scales(x, factor, alive, MASKED, OUTPUT)
@@ -256,6 +256,7 @@ def store_scaled_block(
     no strides, ``stride_sf_word`` is the range's first row. OUTPUT is an `OutputConfig`.
     """
     COLUMN: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    # ``per_head`` is [64, 1].
     if OUTPUT.kind == BF16:
         per_head = gl.convert_layout(factor, COLUMN, assert_trivial=True)[:, None]
         _store_rows(

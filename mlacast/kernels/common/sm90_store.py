@@ -54,7 +54,7 @@ def _store_codes(
     if CHUNK32:
         d = (d // 32) * (HEADS * 32) + d % 32
     rows = (head // HEADS).to(gl.int64) * stride_group + (head % HEADS) * HEAD_STEP  # [heads]
-    pointers = data_ptr + rows[:, None] + d[None, :]
+    pointers = data_ptr + rows[:, None] + d[None, :]  # [heads, n]
     if FULL_TILES:
         gl.store(pointers, codes)
     else:
@@ -84,8 +84,9 @@ def _store_scales(
     BLOCK_H: gl.constexpr = scales.shape[0]
     BLOCKS: gl.constexpr = scales.shape[1]
     LAYOUT: gl.constexpr = scales.type.layout
-    # [heads], and [n / group].
+    # [heads]
     head = head_start + hide_value(gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT)))
+    # [n / group]
     block = FIRST // GROUP + hide_value(gl.arange(0, BLOCKS, gl.SliceLayout(0, LAYOUT)))
     within = head % HEADS  # [heads]
     group = (head // HEADS).to(gl.int64) * stride_group  # [heads], int64
@@ -207,7 +208,8 @@ def store_rows(
     if OUTPUT.kind == BF16:
         codes = x.to(gl.bfloat16)
     elif OUTPUT.kind == NVFP4:
-        codes, scales = quantise_rows_to_nvfp4(x, scale)
+        codes, scales = quantise_rows_to_nvfp4(x, scale)  # [heads, n / 8] and [heads, n / 16]
+        # [heads]
         heads = hide_value(gl.arange(0, scales.shape[0], gl.SliceLayout(1, scales.type.layout)))
         store_scale_bytes(
             scales,

@@ -43,6 +43,7 @@ STAGE_LAYOUT = gl.constexpr(
 @gluon.jit
 def _split_passes(x):
     """Columns [64, 32] of each of the four passes: groups p and p + 4 of 16."""
+    # [64, 2, 16, 2, 2]; a split takes the last dimension.
     columns = gl.permute(gl.reshape(x, (BLOCK_ROWS, 2, 2, 2, 16)), (0, 1, 4, 3, 2))
     early, late = gl.split(columns)
     zero, one = gl.split(early)
@@ -73,13 +74,14 @@ def _store_scale_words(scales, target, row, first, stop, head):
     sf_ptr, _, _, _, row_start, tiles, _, _ = rows_of_scales
     LAYOUT: gl.constexpr = scales.type.layout
     local = hide_value(gl.arange(0, BLOCK_ROWS, gl.SliceLayout(1, LAYOUT)))  # [64]
-    half = gl.arange(0, 2, gl.SliceLayout(0, LAYOUT))
+    half = gl.arange(0, 2, gl.SliceLayout(0, LAYOUT))  # [2]
     # Tiles of 128 rows by 4 groups, of 512 bytes. Rows are no negative numbers where they matter.
-    place = row_start + row + local
+    place = row_start + row + local  # [64]
     words_ptr = sf_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+    # [64], int64
     in_row = (place >> 7).to(gl.int64) * (tiles * 128) + ((place & 31) * 4 + (place >> 5 & 3))
-    pointers = words_ptr + in_row[:, None] + (head * 256 + half * 128)[None, :]
-    mask = ((local >= first) & (local < stop))[:, None]
+    pointers = words_ptr + in_row[:, None] + (head * 256 + half * 128)[None, :]  # [64, 2]
+    mask = ((local >= first) & (local < stop))[:, None]  # [64, 1]
     gl.store(pointers, scales, mask=mask)
 
 
@@ -95,6 +97,10 @@ def _store_passes(
     IN_FLOAT32: gl.constexpr,
 ):
     """Quantise and store the columns of all passes; returns the scales, words of four [64, 2].
+
+    ``parts`` are columns [64, 32], ``factor`` is [64], ``pointers`` and ``mask`` are those of words
+    [64, 4]. Of a pass, ``part`` is [64, 32], scale bytes and multipliers are [64, 2].
+
 
     Scales of the next pass are looked for beside the codes of this one. After the last pass they
     are found again, and not used.
@@ -142,17 +148,17 @@ def store_token_nvfp4(x, factor, target, token, skipped, head, stage):
     _, _, _, _, _, _, num_rows, padding_rows = rows_of_scales
     WORDS: gl.constexpr = _WORDS
     zero, one, two, three = _split_passes(x)
-    factor = gl.convert_layout(factor, gl.SliceLayout(1, _GROUPS))
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, _GROUPS))  # [64]
     global_scale = gl.load(scale_ptr)
 
     local = hide_value(gl.arange(0, BLOCK_ROWS, gl.SliceLayout(1, WORDS)))  # [64]
-    word = gl.arange(0, 4, gl.SliceLayout(0, WORDS))
+    word = gl.arange(0, 4, gl.SliceLayout(0, WORDS))  # [4]
     group, within = find_place_in_group(head, group_heads)
     start = find_aligned_offset(group, stride_group // 4) + within * 16
-    rows = find_aligned_offset(token + local, stride_token // 4)
+    rows = find_aligned_offset(token + local, stride_token // 4)  # [64], int64
     pointers = data_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + start
-    pointers = pointers + rows[:, None] + (word // 2 * 8 + word % 2)[None, :]
-    mask = (local >= skipped)[:, None]
+    pointers = pointers + rows[:, None] + (word // 2 * 8 + word % 2)[None, :]  # [64, 4]
+    mask = (local >= skipped)[:, None]  # [64, 1]
     # Nothing is ever padded by less than no row, which the compiler cannot know: it would write
     # out the four passes.
     passes = _PASSES + gl.minimum(padding_rows, 0)

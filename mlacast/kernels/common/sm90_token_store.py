@@ -47,8 +47,8 @@ def _store_values(
         column = (column // CHUNK) * (wide_heads * CHUNK) + column % CHUNK
     else:
         start += within * COLUMNS
-    rows = find_aligned_offset(token + local, stride_token // WORD)
-    pointers = data_ptr + start + rows[:, None] + column[None, :]
+    rows = find_aligned_offset(token + local, stride_token // WORD)  # [64], int64
+    pointers = data_ptr + start + rows[:, None] + column[None, :]  # [64, COLUMNS]
     gl.store(pointers, values, mask=(local >= skipped)[:, None])
 
 
@@ -71,34 +71,34 @@ def _store_scale_rows(
     # Scales of 64 values are there, and stored, twice.
     COPIES: gl.constexpr = 2 if GROUP == 64 else 1
     block = hide_value(gl.arange(0, scales.shape[1], gl.SliceLayout(0, LAYOUT))) // COPIES  # [n]
-    mask = ((local >= first) & (local < stop))[:, None]
+    mask = ((local >= first) & (local < stop))[:, None]  # [64, 1]
     group, within = find_place_in_group(head, group_heads)
     if OUTPUT.chunk32:
         wide_heads = group_heads // 4
-        index = ((within % 4) * 4 + block) * wide_heads + within // 4
+        index = ((within % 4) * 4 + block) * wide_heads + within // 4  # [n]
     else:
-        index = within * (128 // GROUP) + block
-    rows = find_row_offset(token + local, stride_token)
+        index = within * (128 // GROUP) + block  # [n]
+    rows = find_row_offset(token + local, stride_token)  # [64], int64
     start = find_row_offset(group, stride_group)
     if OUTPUT.kind == FP8_UE8M0:
         # Scale ``index`` of a group is byte index % 4 of word index // 4.
         bytes_ptr = sf_ptr.to(gl.pointer_type(gl.uint8), bitcast=True)
-        in_column = (start + find_row_offset(index // 4, stride_word)) * 4 + index % 4
-        pointers = bytes_ptr + rows[:, None] * 4 + in_column[None, :]
+        in_column = (start + find_row_offset(index // 4, stride_word)) * 4 + index % 4  # [n], int64
+        pointers = bytes_ptr + rows[:, None] * 4 + in_column[None, :]  # [64, n]
         gl.store(pointers, scales.to(gl.uint8), mask=mask)
         # The last head of a group also zeroes the rest of its last word.
         count = group_heads * (128 // GROUP)
         rest = gl.where(within == group_heads - 1, (4 - count % 4) % 4, 0)
         for byte in range(rest):
             last = (start + find_row_offset(count // 4, stride_word)) * 4 + count % 4 + byte
-            unused = bytes_ptr + rows * 4 + last
+            unused = bytes_ptr + rows * 4 + last  # [64]
             gl.store(
                 unused,
                 gl.zeros((BLOCK_ROWS,), gl.uint8, gl.SliceLayout(1, LAYOUT)),
                 mask=(local >= first) & (local < stop),
             )
     else:
-        in_column = start + find_row_offset(index, stride_word)
+        in_column = start + find_row_offset(index, stride_word)  # [n], int64
         gl.store(sf_ptr + rows[:, None] + in_column[None, :], scales, mask=mask)
 
 
@@ -156,7 +156,7 @@ def store_token_block(
     """
     COLUMN: gl.constexpr = gl.SliceLayout(1, x.type.layout)
     _, _, scale_ptr, _ = target
-    per_row = gl.convert_layout(factor, COLUMN, assert_trivial=True)[:, None]
+    per_row = gl.convert_layout(factor, COLUMN, assert_trivial=True)[:, None]  # [64, 1]
     if OUTPUT.kind == BF16:
         _store_values(pack_bf16(x * per_row, alive, True), target, token, skipped, head, 1, OUTPUT)
     elif OUTPUT.kind == FP8_TENSOR:

@@ -67,7 +67,10 @@ class Padding(NamedTuple):
 
 @triton.jit
 def _find_positions(heads, d, F: tl.constexpr, CHUNK32: tl.constexpr, D: tl.constexpr):
-    """Group and position in the group of dimensions ``d`` of heads that are D wide."""
+    """Group and position in the group of dimensions ``d`` of heads that are D wide.
+
+    Heads are a number or [ROWS, 1], dimensions [1, n]: the results are [1, n] or [ROWS, n].
+    """
     if CHUNK32:
         heads_per_group = F // 512
         if D != 512:
@@ -86,14 +89,14 @@ def _find_positions(heads, d, F: tl.constexpr, CHUNK32: tl.constexpr, D: tl.cons
 
 @triton.jit
 def _find_group(target, row, group):
-    """First code of a group of a row."""
+    """First code of a group of a row; both of any shapes that go together."""
     offset = row * target.stride_data_token + group.to(tl.int64) * target.stride_data_group
     return target.data_ptr + offset
 
 
 @triton.jit
 def _find_swizzled_offset(row, column, column_tiles):
-    """Byte of scale (row, column) in the 128x4 layout."""
+    """Byte of scale (row, column) in the 128x4 layout; ``row`` is an int64, shapes go together."""
     tile = (row // 128) * column_tiles + column // 4
     return tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + column % 4
 
@@ -275,6 +278,7 @@ def store_rows(
     GROUP: tl.constexpr = OUTPUT.group
     F: tl.constexpr = OUTPUT.features
     d = first + tl.arange(0, WIDTH)[None, :]  # [1, WIDTH]
+    # [1, WIDTH] or, where heads differ, [ROWS, WIDTH], and so are group and position.
     columns = head * D + d < FEATURES if FEATURES else d >= 0
     group, position = _find_positions(head, d, F, OUTPUT.chunk32, D)
     data = _find_group(target, row, group)  # [ROWS, WIDTH]
@@ -289,7 +293,7 @@ def store_rows(
         if KIND == NVFP4:
             pairs, scales = _encode_nvfp4(out, tl.load(target.scale_ptr), NATIVE)
             # Bytes of two codes are numbered like the codes of heads half as wide.
-            d = first // 2 + tl.arange(0, WIDTH // 2)[None, :]
+            d = first // 2 + tl.arange(0, WIDTH // 2)[None, :]  # [1, WIDTH / 2]
             columns = head * (D // 2) + d < FEATURES // 2 if FEATURES else d >= 0
             group, position = _find_positions(head, d, F // 2, False, D // 2)
             data = _find_group(target, row, group)

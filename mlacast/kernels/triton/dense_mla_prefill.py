@@ -176,7 +176,7 @@ def _attend(
     for first in tl.range(first_key, stop_key, BLOCK_N):
         if IS_MASKED:
             exists = (first + lane < num_keys)[:, None]  # [BLOCK_N, 1]
-            keys = tl.load(k_rows + d[None, :], mask=exists, other=0.0)
+            keys = tl.load(k_rows + d[None, :], mask=exists, other=0.0)  # [BLOCK_N, 128]
             key_tails = tl.load(k_rows + tail[None, :], mask=exists, other=0.0)  # [BLOCK_N, 64]
             values = tl.load(v_rows + d[None, :], mask=exists, other=0.0)  # [BLOCK_N, 128]
         else:
@@ -187,7 +187,7 @@ def _attend(
         scores = tl.dot(query.main, tl.trans(keys), input_precision="ieee")
         scores = tl.dot(query.tail, tl.trans(key_tails), scores, input_precision="ieee")
         if IS_MASKED:
-            key = first + lane[None, :]
+            key = first + lane[None, :]  # [1, BLOCK_N]
             scores = tl.where((key <= last_key[:, None]) & (key < num_keys), scores, -float("inf"))
         new_max = tl.maximum(running_max, tl.max(scores, 1) * score_scale)  # [BLOCK_M]
         # -inf - -inf is NaN: shift by 0 while no key has been seen.

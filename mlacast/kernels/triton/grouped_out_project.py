@@ -95,6 +95,7 @@ def _project_kernel(
     weight_row = tl.minimum(column, num_columns - 1).to(tl.int64)  # [BLOCK_N]
     data_rows = data_ptr + (row * stride_data_token)[:, None]  # [BLOCK_M, 1]
     weight_rows = weight_ptr + (weight_row * stride_weight_column)[:, None]  # [BLOCK_N, 1]
+    # ``weight_sf`` is one pointer of a block of columns, or [BLOCK_N].
     if PRODUCT.weight_kind == BLOCKS_128:
         # A block of columns lies in one block of scales.
         tl.static_assert(128 % BLOCK_N == 0)
@@ -117,7 +118,8 @@ def _project_kernel(
     F: tl.constexpr = SOURCE.features
     STEPS: tl.constexpr = (F + BLOCK_K - 1) // BLOCK_K
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # [BLOCK_M, BLOCK_N]
-    # Factors are a step ahead: unlike operands, they are not prefetched by the compiler.
+    # Factors are a step ahead: unlike operands, they are not prefetched by the compiler. Those of
+    # activations are [BLOCK_M], those of weights [BLOCK_N] or one number.
     x_next, w_next = load_factors(
         activations, weights, tl.program_id(1).to(tl.int64), 0, SOURCE, PRODUCT
     )
@@ -144,6 +146,7 @@ def _project_kernel(
     elif SOURCE.kind == NVFP4:
         acc = tl.math.div_rn(acc, tl.load(scale_ptr))
     out = out_ptr + tl.program_id(1).to(tl.int64) * stride_out_group
+    # [BLOCK_M, BLOCK_N]
     out += (token.to(tl.int64) * stride_out_token)[:, None] + column[None, :]
     mask = (token < num_tokens)[:, None] & (column < num_columns)[None, :]  # [BLOCK_M, BLOCK_N]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=mask)

@@ -48,7 +48,7 @@ from mlacast.kernels.triton.kv_cache_append_store import (
 )
 from mlacast.kernels.triton.kv_cache_append_twins import (
     has_lower_twin,
-    is_in_cache,
+    keep_if_cached,
     load_before,
     load_rest,
     load_slots,
@@ -134,15 +134,16 @@ def _kv_cache_append_kernel(
     given = load_slots(slots_ptr, stride_slots, there)  # [ROWS]
     if PROGRAM.tile > 0:
         before = load_before(slots_ptr, stride_slots, first, last_row, ROWS)  # [ROWS]
-    c = tl.arange(0, C)
+    c = tl.arange(0, C)  # [C]
     column = (c // RUN) * (2 * RUN) + c % RUN  # [C]
-    latents = latent_ptr + (wide * stride_latent)[:, None] + column[None, :]
+    latents = latent_ptr + (wide * stride_latent)[:, None] + column[None, :]  # [ROWS, C]
     a, b = load_parts(latents, PARTS, 2 * C, RUN)  # PARTS of [ROWS, C] each
     if HAS_TAIL:
         # Halves that are rotated with each other are two tiles.
         IN_HALVES: tl.constexpr = LATENT.has_rope and LATENT.half_pairing
         T: tl.constexpr = 32 if IN_HALVES else 64
-        t = tl.arange(0, T)
+        t = tl.arange(0, T)  # [T]
+        # [ROWS, T]
         last = latent_ptr + (wide * stride_latent)[:, None] + (D_QK - 64 + t)[None, :]
         tail = tl.load(last)  # [ROWS, T]
         if IN_HALVES:
@@ -152,12 +153,14 @@ def _kv_cache_append_kernel(
         # Loads stay on their side of a barrier: latents are asked for first.
         tl.debug_barrier()
         near = load_rest(slots_ptr, stride_slots, first, PROGRAM)  # many of [WIDTH]
-    slot = tl.where(row <= last_row, is_in_cache(given, num_slots), -1)  # [ROWS]
+    slot = tl.where(row <= last_row, keep_if_cached(given, num_slots), -1)  # [ROWS]
     if PROGRAM.tile > 0:
         doubtful = may_have_twins(
             slots_ptr, stride_slots, first, slot, before, near, num_slots, PROGRAM, NATIVE
         )
     if LATENT.has_rope:
+        # [ROWS]; ``angles``, cosines and sines are [ROWS, C or C / 2] for columns that are turned
+        # where they are, else [ROWS, 32].
         angle = tl.minimum(tl.maximum(position.to(tl.int64), 0), table_rows - 1) * stride_table
         if TURNS:
             angles = table_ptr + angle[:, None] + find_turned_pairs(C, LATENT.half_pairing)[None, :]
@@ -166,7 +169,6 @@ def _kv_cache_append_kernel(
                 sin_b = tl.load(angles + 36)
         else:
             angles = table_ptr + angle[:, None] + tl.arange(0, 32)[None, :]
-        # [ROWS, C or C / 2] for columns that are turned where they are, else [ROWS, 32].
         cos = tl.load(angles)
         sin = tl.load(angles + 32)
     twin = has_lower_twin(slots_ptr, stride_slots, first, doubtful, last_row, PROGRAM)  # [ROWS]
@@ -174,8 +176,8 @@ def _kv_cache_append_kernel(
         # Asked for before anything waits for a sum, for as many rows as the threads have at a time:
         # each loads what it needs, and nothing goes through shared memory.
         AT_A_TIME: tl.constexpr = min(ROWS, PARTS * PROGRAM.num_warps)
+        # All [AT_A_TIME, C], PARTS of each; those of the last 64 dimensions are [1, T].
         weights = weight_ptr + tl.broadcast_to(column[None, :], (AT_A_TIME, C))
-        # PARTS of [AT_A_TIME, C] each; those of the last 64 dimensions are [1, T].
         weight_a, weight_b = load_parts(weights, PARTS, 2 * C, RUN)
         if D_QK == 512 and HAS_TAIL:
             weight_tail = tl.load(weight_ptr + 448 + t)[None, :]

@@ -14,7 +14,10 @@ from mlacast.kernels.common.packed_bf16 import choose_bits, replace_nans, widen
 
 @triton.jit
 def load_parts(places, PARTS: tl.constexpr, STEP: tl.constexpr, RUN: tl.constexpr):
-    """Tiles ``a`` and ``b`` of each part: at ``places`` and RUN further, then STEP further."""
+    """Tiles ``a`` and ``b`` [ROWS, C] of each part: at ``places`` [ROWS, C] and RUN further.
+
+    A part is STEP further than the one before.
+    """
     a, b = (), ()
     for part in tl.static_range(PARTS):
         a = a + (tl.load(places + part * STEP),)
@@ -35,7 +38,7 @@ def _sum_neighbours(x, ROWS: tl.constexpr, N: tl.constexpr, LEVELS: tl.constexpr
 def _square_pairs(x, ROWS: tl.constexpr, N: tl.constexpr, EXACT: tl.constexpr):
     """Sums of the squares of two neighbours each of [ROWS, N]."""
     if EXACT:
-        one, other = tl.split(tl.reshape(x, (ROWS, N // 2, 2)))
+        one, other = tl.split(tl.reshape(x, (ROWS, N // 2, 2)))  # [ROWS, N / 2] each
         # No product is rounded: the same sum, in an instruction less.
         return tl.fma(one, one, other * other)
     else:
@@ -53,11 +56,12 @@ def _sum_part(
     NATIVE: tl.constexpr,
 ):
     """Sums over the squares of 2 * C neighbours, RUN of ``a`` and ``b`` [ROWS, C] in turn."""
+    # ``left`` and ``right`` are [ROWS, C / RUN].
     LEVELS: tl.constexpr = 7 if C == 256 else (6 if C == 128 else 5)
     IN_RUN: tl.constexpr = 2 if RUN == 8 else LEVELS
     left = _sum_neighbours(_square_pairs(widen(a, NATIVE), ROWS, C, EXACT), ROWS, C // 2, IN_RUN)
     right = _sum_neighbours(_square_pairs(widen(b, NATIVE), ROWS, C, EXACT), ROWS, C // 2, IN_RUN)
-    total = _sum_neighbours(left + right, ROWS, C // RUN, LEVELS - IN_RUN)
+    total = _sum_neighbours(left + right, ROWS, C // RUN, LEVELS - IN_RUN)  # [ROWS, 1]
     return tl.reshape(total, (ROWS,))
 
 
@@ -115,6 +119,7 @@ def norm_columns(
         ROWS: tl.constexpr = x.shape[0]
         C: tl.constexpr = x.shape[1]
         N: tl.constexpr = weight.shape[0]
+        # [ROWS / N, N, C]
         by_pass = tl.reshape(x, (ROWS // N, N, C)) * widen(weight, NATIVE)[None, :, :]
         x = tl.reshape(by_pass, (ROWS, C))
     return round_to_bfloat16(x, KEEPS_NAN, NATIVE)
@@ -123,8 +128,8 @@ def norm_columns(
 @triton.jit
 def rotate_neighbours(x, cos, sin, ROWS: tl.constexpr, C: tl.constexpr):
     """Rotate neighbours of [ROWS, C] by ``cos``, ``sin`` [ROWS, C / 2]: float32."""
-    even, odd = tl.split(tl.reshape(x, (ROWS, C // 2, 2)))
-    both = tl.join(even * cos - odd * sin, odd * cos + even * sin)
+    even, odd = tl.split(tl.reshape(x, (ROWS, C // 2, 2)))  # [ROWS, C / 2] each
+    both = tl.join(even * cos - odd * sin, odd * cos + even * sin)  # [ROWS, C / 2, 2]
     return tl.reshape(both, (ROWS, C))
 
 
@@ -142,23 +147,27 @@ def find_turned_pairs(C: tl.constexpr, HALF_PAIRING: tl.constexpr):
     One number a column with HALF_PAIRING, else one for two; columns before get the same numbers.
     """
     if HALF_PAIRING:
-        i = tl.arange(0, C)
+        i = tl.arange(0, C)  # [C]
         return (i // 8) % 2 * 16 + i % 8
     else:
-        i = tl.arange(0, C // 2)
+        i = tl.arange(0, C // 2)  # [C / 2]
         return (i // 4) % 4 * 8 + i % 4
 
 
 @triton.jit
 def turn(x, cos, sin, HALF_PAIRING: tl.constexpr, NATIVE: tl.constexpr):
-    """Rotate the last 32 columns of a tile ``x`` [ROWS, C] of the last part."""
+    """Rotate the last 32 columns of a tile ``x`` [ROWS, C] of the last part.
+
+    ``cos`` and ``sin`` are [ROWS, C] with HALF_PAIRING, else [ROWS, C / 2].
+    """
     ROWS: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
-    group = tl.arange(0, C) // 8
+    group = tl.arange(0, C) // 8  # [C]
     if HALF_PAIRING:
         # Columns 16 apart are 32 dimensions apart.
         bits = x.to(tl.int32, bitcast=True) if x.dtype == tl.float32 else x
-        pairs = tl.reshape(bits, (ROWS, C // 32, 2, 16))
+        pairs = tl.reshape(bits, (ROWS, C // 32, 2, 16))  # [ROWS, C / 32, 2, 16]
+        # [ROWS, C]
         partner = tl.reshape(pairs ^ tl.xor_sum(pairs, 2, keep_dims=True), (ROWS, C)).to(bits.dtype)
         partner = partner.to(tl.float32, bitcast=True) if x.dtype == tl.float32 else partner
         sin = tl.where((group // 2 % 2 == 0)[None, :], -sin, sin)
@@ -166,7 +175,7 @@ def turn(x, cos, sin, HALF_PAIRING: tl.constexpr, NATIVE: tl.constexpr):
     else:
         out = rotate_neighbours(widen(x, NATIVE), cos, sin, ROWS, C)
     out = round_to_bfloat16(out, False, NATIVE)
-    is_turned = (group >= C // 8 - 4)[None, :]
+    is_turned = (group >= C // 8 - 4)[None, :]  # [1, C]
     if NATIVE and x.dtype == tl.int16:
         return choose_bits(
             tl.broadcast_to(tl.where(is_turned, -1, 0).to(tl.int16), (ROWS, C)), out, x

@@ -30,6 +30,7 @@ _INFINITY = tl.constexpr(0x7F800000)
 @triton.jit
 def _merge_runs(a, b, ROWS: tl.constexpr, C: tl.constexpr, RUN: tl.constexpr):
     """[ROWS, 2 * C] of ``a`` and ``b`` [ROWS, C], RUN columns of each in turn."""
+    # [ROWS, C / RUN, RUN] both.
     one = tl.reshape(a, (ROWS, C // RUN, RUN))
     other = tl.reshape(b, (ROWS, C // RUN, RUN))
     return tl.reshape(tl.permute(tl.join(one, other), (0, 1, 3, 2)), (ROWS, 2 * C))
@@ -37,7 +38,7 @@ def _merge_runs(a, b, ROWS: tl.constexpr, C: tl.constexpr, RUN: tl.constexpr):
 
 @triton.jit
 def _repeat_per_column(group, ROWS: tl.constexpr, GROUPS: tl.constexpr, C: tl.constexpr):
-    """A value of each of GROUPS groups, for every column [ROWS, C]."""
+    """A value of each of GROUPS groups, ``group`` [ROWS, GROUPS], for every column [ROWS, C]."""
     wide = tl.broadcast_to(tl.expand_dims(group, 2), (ROWS, GROUPS, C // GROUPS))
     return tl.reshape(wide, (ROWS, C))
 
@@ -55,14 +56,16 @@ def _find_largest(
         halves = tl.permute(
             tl.reshape(choose_larger_bf16(a, b), (ROWS, C // 8, 2, 4)), (0, 1, 3, 2)
         )
-        left, right = tl.split(halves)
+        left, right = tl.split(halves)  # [ROWS, C / 8, 4] each
         halves = tl.permute(
             tl.reshape(choose_larger_bf16(left, right), (ROWS, C // 8, 2, 2)), (0, 1, 3, 2)
         )
-        left, right = tl.split(halves)
+        left, right = tl.split(halves)  # [ROWS, C / 8, 2] each
+        # [ROWS, C / 8]
         bits, _ = tl.split(find_largest_of_pairs(choose_larger_bf16(left, right)))
         return tl.max(tl.reshape(bits, (ROWS, GROUPS, C // 8 // GROUPS)), 2)
     else:
+        # [ROWS, C]
         bits = cast_to_float32(a).to(tl.int32, bitcast=True) & 0x7FFFFFFF
         bits = tl.maximum(bits, cast_to_float32(b).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
         return tl.max(tl.reshape(bits, (ROWS, GROUPS, C // GROUPS)), 2)
@@ -99,6 +102,7 @@ def encode_pow2(
     The scales are UE8M0 bytes (int32), for V32 the bits of their float32 values.
     """
     GROUPS: tl.constexpr = 2 * C // VEC
+    # [ROWS, GROUPS], and so is what comes of it up to ``wide``.
     largest = _find_largest(a, b, ROWS, C, GROUPS, NATIVE)
     # The smallest power of two not below largest / 448, and not below 1e-4: 448 is 1.75 * 2**8, so
     # a mantissa above 1.75 carries into the exponent. No quotient is so near a power of two that
@@ -113,7 +117,7 @@ def encode_pow2(
         special = tl.where(largest == _INFINITY, 0.0, float("nan"))
         inverse = tl.where(largest >= _INFINITY, special, inverse)
         scales = tl.where(largest >= _INFINITY, 0xFF, exponent)
-    wide = _repeat_per_column(inverse, ROWS, GROUPS, C)
+    wide = _repeat_per_column(inverse, ROWS, GROUPS, C)  # [ROWS, C]
     codes = _merge_runs(
         _encode_pow2_codes(a, wide, NATIVE), _encode_pow2_codes(b, wide, NATIVE), ROWS, C, 8
     )
@@ -122,7 +126,7 @@ def encode_pow2(
 
 @triton.jit
 def _encode_e2m1_over(x, scale):
-    """Codes 0..15 (int32) of ``x / scale``, without dividing every element.
+    """Codes 0..15 (int32) of ``x / scale``, in their common shape, without dividing every element.
 
     A boundary times a scale of four bits is exact, and a float32 lies above the product exactly if
     its rounded quotient lies above the boundary.
@@ -147,7 +151,11 @@ def _encode_fp4_pairs(
     GROUPS: tl.constexpr,
     NVFP4: tl.constexpr,
 ):
-    """E2M1 codes, two a byte (uint8 [ROWS, C / 2]); ``forced`` replaces bytes unless negative."""
+    """E2M1 codes, two a byte (uint8 [ROWS, C / 2]), of ``x`` [ROWS, C] by scales ``decoded``.
+
+    ``forced`` replaces bytes unless negative; it and the scales are [ROWS, GROUPS].
+    """
+    # [ROWS, GROUPS, C / GROUPS], and so are the codes; halves of bytes are half as many.
     grouped = tl.reshape(cast_to_float32(x), (ROWS, GROUPS, C // GROUPS))
     if NVFP4:
         inverse = tl.math.div_rn(1.0, tl.where(decoded == 0.0, 1.0, decoded))
@@ -162,7 +170,10 @@ def _encode_fp4_pairs(
 
 @triton.jit
 def _find_pair_factors(decoded, finite, NVFP4: tl.constexpr):
-    """What ``cast_bf16_to_e2m1`` takes of a scale ``decoded`` (float32) of a group."""
+    """What ``cast_bf16_to_e2m1`` takes of a scale ``decoded`` (float32) of a group.
+
+    Arguments and results are [ROWS, GROUPS].
+    """
     bits = decoded.to(tl.int32, bitcast=True)
     mantissa = bits & 0x7FFFFF
     # A group without a scale has codes of zeros, one that is not finite the largest.
@@ -201,8 +212,11 @@ def _encode_packed_fp4_pairs(
     C: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """E2M1 codes, two a byte (uint8 [ROWS, C / 2]), of bfloat16 bits; the rest is of groups."""
-    codes = cast_bf16_to_e2m1(
+    """E2M1 codes, two a byte (uint8 [ROWS, C / 2]), of bfloat16 bits ``x`` [ROWS, C].
+
+    The rest, of ``_find_pair_factors``, is [ROWS, GROUPS].
+    """
+    codes = cast_bf16_to_e2m1(  # [ROWS, C]
         x,
         _repeat_per_column(power, ROWS, GROUPS, C),
         _repeat_per_column(most, ROWS, GROUPS, C),
@@ -224,6 +238,7 @@ def encode_fp4(
     is at least 2**-9 and codes come from the quotient.
     """
     GROUPS: tl.constexpr = C // 8
+    # [ROWS, GROUPS], and so are scales; codes of ``a`` and of ``b`` are [ROWS, C / 2].
     largest = _find_largest(a, b, ROWS, C, GROUPS, NATIVE)
     finite = largest < _INFINITY
     value = largest.to(tl.float32, bitcast=True)

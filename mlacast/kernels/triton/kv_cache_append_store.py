@@ -18,10 +18,10 @@ def _store(cache_ptr, start, values, mask, last: tl.constexpr, run: tl.constexpr
     A thread has ``run`` neighbours, or as many as make 16 bytes.
     """
     n: tl.constexpr = values.shape[1]
-    i = tl.arange(0, n)
+    i = tl.arange(0, n)  # [n]
     # The compiler sees no neighbours beyond a run.
-    columns = i if run >= n else (i // run) * run + i % run
-    inside = mask[:, None]
+    columns = i if run >= n else (i // run) * run + i % run  # [n]
+    inside = mask[:, None]  # [ROWS, 1], or [ROWS, n] where not all of them are stored
     if last < n:
         inside = inside & (i < last)[None, :]
     tl.store(cache_ptr + start[:, None] + columns[None, :], values, mask=inside)
@@ -35,14 +35,14 @@ def _join_parts(parts):
     else:
         HALF: tl.constexpr = len(parts) // 2
         left, right = _join_parts(parts[:HALF]), _join_parts(parts[HALF:])
-        both = tl.permute(tl.join(left, right), (0, 2, 1))
+        both = tl.permute(tl.join(left, right), (0, 2, 1))  # [ROWS, 2, n * N / 2]
         return tl.reshape(both, (left.shape[0], 2 * left.shape[1]))
 
 
 @triton.jit
 def _split_bf16_into_bytes(bits, ROWS: tl.constexpr, C: tl.constexpr):
     """int16 [ROWS, C] -> its bytes, uint8 [ROWS, 2 * C]: a record may start at any address."""
-    wide = bits.to(tl.int32)
+    wide = bits.to(tl.int32)  # [ROWS, C], and pairs [ROWS, C, 2]
     pairs = tl.join((wide & 0xFF).to(tl.uint8), ((wide >> 8) & 0xFF).to(tl.uint8))
     return tl.reshape(pairs, (ROWS, 2 * C))
 
@@ -50,6 +50,7 @@ def _split_bf16_into_bytes(bits, ROWS: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def _split_words_into_bytes(words, ROWS: tl.constexpr, C: tl.constexpr):
     """int32 [ROWS, C] -> its bytes, uint8 [ROWS, 4 * C]."""
+    # [ROWS, C, 4]
     shifted = tl.expand_dims(words, 2) >> (tl.arange(0, 4) * 8)[None, None, :]
     return tl.reshape((shifted & 0xFF).to(tl.uint8), (ROWS, 4 * C))
 
@@ -94,7 +95,10 @@ def store_part(
     RECORD: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Store dimensions FIRST.. of ``a`` and ``b`` [ROWS, C], up to LAST, without scales."""
+    """Store dimensions FIRST.. of ``a`` and ``b`` [ROWS, C], up to LAST, without scales.
+
+    Records start at ``data`` [ROWS]; rows are stored where ``write`` [ROWS].
+    """
     C: tl.constexpr = a.shape[1]
     COUNT: tl.constexpr = min(2 * C, LAST - FIRST)
     if RECORD.name == "fp8":
@@ -116,7 +120,7 @@ def store_codes(
     PARTS: tl.constexpr,
     MAIN: tl.constexpr,
 ):
-    """Store the codes [ROWS, n] of a part, up to those of dimension MAIN."""
+    """Store the codes [ROWS, n] of a part, up to those of dimension MAIN; as in ``store_part``."""
     N: tl.constexpr = codes.shape[1]
     LAST: tl.constexpr = N * PARTS * MAIN // 512
     # A thread has those of 16 dimensions.
@@ -125,7 +129,10 @@ def store_codes(
 
 @triton.jit
 def store_scales(cache_ptr, start, parts, write, MAIN: tl.constexpr, RECORD: tl.constexpr):
-    """Store the scales of MAIN dimensions, bytes [ROWS, n] of each of ``parts``; then zeros."""
+    """Store the scales of MAIN dimensions, bytes [ROWS, n] of each of ``parts``; then zeros.
+
+    Those of a record belong at ``start`` [ROWS].
+    """
     n: tl.constexpr = parts[0].shape[1]
     N: tl.constexpr = n * len(parts)
     USED: tl.constexpr = N * MAIN // 512
@@ -133,12 +140,12 @@ def store_scales(cache_ptr, start, parts, write, MAIN: tl.constexpr, RECORD: tl.
         # Every thread has one of each part, and stores it: to put those of a row beside each other
         # would cost more than three stores.
         for part in tl.static_range(len(parts)):
-            scales = parts[part]
+            scales = parts[part]  # [ROWS, n]
             if USED < n * part + n:
                 scales = tl.where((tl.arange(0, n) < USED - n * part)[None, :], scales, 0)
             _store(cache_ptr, start + n * part, scales.to(tl.uint8), write, n, 1)
     else:
-        scales = _join_parts(parts)
+        scales = _join_parts(parts)  # [ROWS, N]
         if USED < N:
             scales = tl.where((tl.arange(0, N) < USED)[None, :], scales, 0).to(tl.uint8)
         # Each of the eight threads of a row has as many as it has computed.
@@ -155,7 +162,7 @@ def store_tail(
     RECORD: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Store dimensions FIRST.. of the last 64, ``tail`` [ROWS, N]."""
+    """Store dimensions FIRST.. of the last 64, ``tail`` [ROWS, N]; as in ``store_part``."""
     ROWS: tl.constexpr = tail.shape[0]
     N: tl.constexpr = tail.shape[1]
     if RECORD.keeps_tail:

@@ -24,13 +24,13 @@ _NEARER = tl.constexpr(
 
 @triton.jit
 def load_slots(slots_ptr, stride_slots, row):
-    """Slots of rows as they are given."""
+    """Slots of rows as they are given, of the shape of ``row``."""
     return tl.load(slots_ptr + row.to(tl.int64) * stride_slots)
 
 
 @triton.jit
-def is_in_cache(slot, num_slots):
-    """Slots as int32, -1 where there is none in the cache."""
+def keep_if_cached(slot, num_slots):
+    """Slots as int32, of any shape, and -1 in the place of those that are not in the cache."""
     # Negative ones are large without a sign.
     if slot.dtype == tl.int64:
         inside = slot.to(tl.uint64, bitcast=True) < num_slots.to(tl.uint64)
@@ -42,6 +42,7 @@ def is_in_cache(slot, num_slots):
 @triton.jit
 def load_before(slots_ptr, stride_slots, first, last_row, ROWS: tl.constexpr):
     """The slots of the rows one before each of ``first``.. [ROWS]."""
+    # [ROWS]
     before = tl.minimum(tl.maximum(first + tl.arange(0, ROWS) - 1, 0), last_row)
     return load_slots(slots_ptr, stride_slots, before)
 
@@ -52,7 +53,7 @@ def _load_tile(slots_ptr, stride_slots, start, PROGRAM: tl.constexpr):
     WIDTH: tl.constexpr = min(PROGRAM.tile, 32 * PROGRAM.num_warps)
     # Added one after the other: steps of a thread are constants of its loads.
     one = slots_ptr + start.to(tl.int64) * stride_slots
-    place = one + tl.arange(0, WIDTH).to(tl.int64) * stride_slots
+    place = one + tl.arange(0, WIDTH).to(tl.int64) * stride_slots  # [WIDTH]
     slots = ()
     for i in tl.static_range(PROGRAM.tile // WIDTH):
         slots = slots + (tl.load(place + i * WIDTH * stride_slots).to(tl.int32),)
@@ -65,11 +66,12 @@ def load_rest(slots_ptr, stride_slots, first, PROGRAM: tl.constexpr):
     WIDTH: tl.constexpr = min(PROGRAM.tile, 32 * PROGRAM.num_warps)
     left = first % PROGRAM.tile
     one = slots_ptr + (first - left).to(tl.int64) * stride_slots
-    place = one + tl.arange(0, WIDTH).to(tl.int64) * stride_slots
+    place = one + tl.arange(0, WIDTH).to(tl.int64) * stride_slots  # [WIDTH]
     # Compared with a constant for each load.
-    behind = tl.arange(0, WIDTH) - left
+    behind = tl.arange(0, WIDTH) - left  # [WIDTH]
     slots = ()
     for i in tl.static_range(PROGRAM.tile // WIDTH):
+        # [WIDTH]
         slot = tl.load(place + i * WIDTH * stride_slots, mask=behind < -i * WIDTH, other=-1)
         slots = slots + (slot.to(tl.int32),)
     return slots
@@ -77,13 +79,13 @@ def load_rest(slots_ptr, stride_slots, first, PROGRAM: tl.constexpr):
 
 @triton.jit
 def _measure_distance(slot, low):
-    """How far ``slot`` is above ``low``, unsigned: large if below."""
+    """How far ``slot``, of any shape, is above the number ``low``, unsigned: large if below."""
     return (slot - low).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def _find_nearest(nearest, slots, low, NATIVE: tl.constexpr):
-    """The least of ``nearest`` [WIDTH] and how far each of ``slots``, a tuple, is above ``low``."""
+    """The least of ``nearest`` and how far ``slots``, a tuple, are above ``low``; all [WIDTH]."""
     for i in tl.static_range(len(slots)):
         if NATIVE:
             # The compiler would make a tree of minima, half as many instructions more.
@@ -109,25 +111,26 @@ def may_have_twins(
 ):
     """Not 0 unless the slots ``own`` of rows ``first``.. differ from each other and earlier ones.
 
-    ``before`` is what ``load_before`` gives, ``near`` what ``load_rest`` gives.
+    ``own`` [ROWS] are what ``keep_if_cached`` gives, ``before`` [ROWS] what ``load_before`` and
+    ``near``, a tuple of [WIDTH], what ``load_rest`` gives.
     """
     ROWS: tl.constexpr = PROGRAM.rows
     TILE: tl.constexpr = PROGRAM.tile
     WIDTH: tl.constexpr = min(TILE, 32 * PROGRAM.num_warps)
-    row = tl.arange(0, ROWS)
+    row = tl.arange(0, ROWS)  # [ROWS]
     # Rows that cross into the next page are two runs of neighbours, those from the first slot on
     # and the rest: no slot is in both. No cache has a slot 2**31 - 1.
-    before = is_in_cache(before, num_slots)
+    before = keep_if_cached(before, num_slots)
     # Not loaded: one number for all threads would be waited for at once.
     base = tl.max(tl.where(row == 0, own, -1))
     base = tl.where(base < 0, 0x7FFFFFFF, base)
-    in_first = _measure_distance(own, base) < ROWS
-    before_in_first = _measure_distance(before, base) < ROWS
+    in_first = _measure_distance(own, base) < ROWS  # [ROWS]
+    before_in_first = _measure_distance(before, base) < ROWS  # [ROWS]
     # All differ if both runs rise, one after the other.
-    rises = (before >= 0) & (own > before) & (in_first == before_in_first)
-    follows = (row == 0) | rises | (before_in_first & (in_first == 0))
+    rises = (before >= 0) & (own > before) & (in_first == before_in_first)  # [ROWS]
+    follows = (row == 0) | rises | (before_in_first & (in_first == 0))  # [ROWS]
     span = tl.max(tl.where(in_first, own - base, 0)).to(tl.uint32)
-    rest = tl.where(in_first, -1, own)
+    rest = tl.where(in_first, -1, own)  # [ROWS]
     next_low = tl.min(tl.where(rest < 0, 0x7FFFFFFF, rest))
     next_span = _measure_distance(tl.maximum(tl.max(rest), next_low), next_low)
     # What each thread has of the slots before, without asking others. First those that are asked
@@ -138,10 +141,10 @@ def may_have_twins(
     next_nearest = _find_nearest(next_nearest, near, next_low, NATIVE)
     for start in range(0, first // TILE):
         at = start * TILE
-        ahead = _load_tile(slots_ptr, stride_slots, at, PROGRAM)
+        ahead = _load_tile(slots_ptr, stride_slots, at, PROGRAM)  # many of [WIDTH]
         nearest = _find_nearest(nearest, ahead, base, NATIVE)
         next_nearest = _find_nearest(next_nearest, ahead, next_low, NATIVE)
-    meets = (nearest <= span) | (next_nearest <= next_span)
+    meets = (nearest <= span) | (next_nearest <= next_span)  # [WIDTH]
     doubtful = tl.max(tl.where((own < 0) | follows, 0, 1))
     return tl.max(meets.to(tl.int32)) | doubtful
 
@@ -155,18 +158,19 @@ def _find_twins(slots_ptr, stride_slots, first, last_row, PROGRAM: tl.constexpr)
     """
     ROWS: tl.constexpr = PROGRAM.rows
     STEP: tl.constexpr = PROGRAM.step
-    row = tl.arange(0, ROWS)
-    at = tl.minimum(first + row, last_row)
-    own = tl.load(slots_ptr + at.to(tl.int64) * stride_slots)
+    row = tl.arange(0, ROWS)  # [ROWS]
+    at = tl.minimum(first + row, last_row)  # [ROWS]
+    own = tl.load(slots_ptr + at.to(tl.int64) * stride_slots)  # [ROWS]
+    # The same, of its own layout: [ROWS].
     other = tl.load(slots_ptr + at.to(tl.int64) * stride_slots)
-    same = (own[:, None] == other[None, :]) & (row[None, :] < row[:, None])
+    same = (own[:, None] == other[None, :]) & (row[None, :] < row[:, None])  # [ROWS, ROWS]
     found = tl.zeros((ROWS, STEP), tl.int32)
     for start in range(0, first, STEP):
-        earlier = start + tl.arange(0, STEP)
+        earlier = start + tl.arange(0, STEP)  # [STEP]
         place = slots_ptr + earlier.to(tl.int64) * stride_slots
-        near = tl.load(place, mask=earlier < first, other=-1)
+        near = tl.load(place, mask=earlier < first, other=-1)  # [STEP]
         found |= (own[:, None] == near[None, :]).to(tl.int32)
-    twin = tl.max(found, 1) | tl.max(same.to(tl.int32), 1)
+    twin = tl.max(found, 1) | tl.max(same.to(tl.int32), 1)  # [ROWS]
     return tl.sum(twin << row)
 
 

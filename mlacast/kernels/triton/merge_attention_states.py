@@ -116,6 +116,7 @@ def _load_out(part, places, lse, BY_16: tl.constexpr, WIDTH: tl.constexpr, NATIV
     live = places.mask & (lse != -float("inf"))
     if BY_16:
         # Pieces come first: of dimensions that are not contiguous threads go along the first.
+        # [WIDTH / 16, 1, 8]
         element = tl.arange(0, WIDTH // 16)[:, None, None] * 16 + tl.arange(0, 8)[None, None, :]
         pieces = tl.expand_dims(ptr + offsets, 0) + element  # [WIDTH / 16, ROWS, 8]
         live = tl.expand_dims(live, 0)

@@ -69,7 +69,7 @@ def _load_query(q_smem, CONSUMER: gl.constexpr, OPERAND: gl.constexpr):
 
 @gluon.jit
 def _start_scores(query, k_smem, stage, S: gl.constexpr):
-    """Issue q k^T with the query from registers."""
+    """Issue q k^T [64, 128] with the query, three parts [64, 64], from registers."""
     s = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, S)
     for part in gl.static_range(3):
         keys = k_smem.index(stage * 3 + part).permute((1, 0))
@@ -89,17 +89,18 @@ def _fold_scores(s, base, partial_sum, scale, PARTIAL: gl.constexpr):
         (base 2) and the new partial sums [64, 4], one per thread of a quad.
     """
     # In short chains: the maximum is what the exponentials wait for.
+    # [64, 4]
     by_quad = gl.max(gl.max(gl.max(gl.reshape(s, (BLOCK_M, 4, 4, 4, 2)), 4), 1), 1)
     top = gl.convert_layout(gl.max(by_quad, 1), base.type.layout) * scale  # [64]
-    new_base = gl.where(top > base + _LAZINESS, top, base)
+    new_base = gl.where(top > base + _LAZINESS, top, base)  # [64]
     # -inf - -inf is NaN: shift by 0 while nothing valid has been seen.
-    shift = gl.where(new_base == -float("inf"), 0.0, new_base)
+    shift = gl.where(new_base == -float("inf"), 0.0, new_base)  # [64]
     p = gl.exp2(s * scale - shift[:, None])  # [64, 128]
     # What came before a row's first key is zero and needs no factor.
-    alpha = gl.where(base == -float("inf"), 1.0, gl.exp2(base - shift))
-    sums = gl.sum(gl.sum(gl.reshape(p, (BLOCK_M, 16, 4, 2)), 3), 1)
+    alpha = gl.where(base == -float("inf"), 1.0, gl.exp2(base - shift))  # [64]
+    sums = gl.sum(gl.sum(gl.reshape(p, (BLOCK_M, 16, 4, 2)), 3), 1)  # [64, 4]
     sums = gl.convert_layout(sums, PARTIAL, assert_trivial=True)
-    again = gl.convert_layout(alpha, gl.SliceLayout(1, PARTIAL))
+    again = gl.convert_layout(alpha, gl.SliceLayout(1, PARTIAL))  # [64]
     return p, alpha, new_base, partial_sum * again[:, None] + sums
 
 
@@ -120,7 +121,8 @@ def _store_tile(
     """
     o, base, partial_sum = state
     ROW: gl.constexpr = base.type.layout
-    total = gl.convert_layout(gl.sum(partial_sum, 1), ROW)  # [64]
+    # [64], and so is all up to ``alive``.
+    total = gl.convert_layout(gl.sum(partial_sum, 1), ROW)
     empty = total == 0.0
     divisor = gl.where(empty, 1.0, total)
     lse = gl.where(empty, -float("inf"), (base + gl.log2(divisor)) * LN_2)
@@ -175,7 +177,7 @@ def run_attend_role(
         base = gl.full((BLOCK_M,), -float("inf"), gl.float32, ROW)
         partial_sum = gl.full((BLOCK_M, 4), 0.0, gl.float32, PARTIAL)
         o = gl.zeros((BLOCK_M, 128), gl.float32, S)
-        # The last key that a row sees, counted from the first of the block.
+        # The last key that a row sees, counted from the first of the block: [64].
         last = gl.minimum(hide_rows(ROW) + diagonal, num_keys - 1) - (num_blocks - 1) * BLOCK_N
         if num_blocks * BLOCK_N > num_keys:
             # The end of the sequence was copied by threads, not by the copy engine.
@@ -183,7 +185,7 @@ def run_attend_role(
             fence_async_shared()
         stage = count % STAGES
         mbarrier.wait(k_ready.index(stage), (count // STAGES) & 1)
-        s = _start_scores(query, k_smem, stage, S)
+        s = _start_scores(query, k_smem, stage, S)  # [64, 128]
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k_free.index(stage), count=1)
         s = _apply_mask(s, last)

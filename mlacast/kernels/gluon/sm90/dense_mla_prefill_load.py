@@ -85,6 +85,7 @@ def _load_last_values(source, smem, ready, free, count, row, num_keys):
     mbarrier.wait(free.index(stage), ((count // STAGES) & 1) ^ 1)
     for start in gl.static_range(0, BLOCK_N, 16):
         key = start + gl.arange(0, 16, gl.SliceLayout(1, COPY))  # [16]
+        # [16, 128]
         pointers = v_ptr + ((row + key).to(gl.int64) * stride)[:, None] + column[None, :]
         async_copy.async_copy_global_to_shared(
             smem.index(stage).slice(start, 16, dim=0), pointers, mask=(key < num_keys)[:, None]

@@ -79,7 +79,7 @@ def count_section_tiles(
     LAYOUT: gl.constexpr = gl.BlockedLayout([SEQUENCES // 32], [32], [gl.num_warps()], [0])
     place = gl.arange(0, SEQUENCES, LAYOUT)  # [SEQUENCES]
     sequence = (section // head_sections) * section_batch + place  # [SEQUENCES]
-    inside = (place < section_batch) & (sequence <= batch)
+    inside = (place < section_batch) & (sequence <= batch)  # [SEQUENCES]
     start = gl.load(cu_seqlens_q_ptr + sequence, mask=inside, other=0)  # [SEQUENCES]
     # [SEQUENCES]
     stop = gl.load(cu_seqlens_q_ptr + sequence + 1, mask=inside & (sequence < batch), other=0)
@@ -106,5 +106,5 @@ def find_sequence_of_rank(tiles, level, rank):
 
     ``tiles`` as in ``count_level``.
     """
-    seen = gl.associative_scan((tiles > level).to(gl.int32), 0, _add_counts)
+    seen = gl.associative_scan((tiles > level).to(gl.int32), 0, _add_counts)  # [SEQUENCES]
     return gl.sum((seen <= rank).to(gl.int32), 0)

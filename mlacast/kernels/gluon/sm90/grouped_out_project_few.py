@@ -101,6 +101,8 @@ def project_few_kernel(
     target = (out_ptr + wide_group * stride_out_group, stride_out_token)
     shape = (num_tokens, num_columns)
     sources = (weight_desc, x_desc)
+    # Columns of the copy engine, int32: groups end less than 2**31 elements from the first
+    # (``operands:far_apart`` in ``ops.project_weights``).
     place = (first_column, group * stride_weight_group, group * stride_x_group)
     work = (buffers, barriers, column_sf, token_sf, target, shape, first_column)
     gl.warp_specialize(

@@ -16,6 +16,8 @@ from mlacast.kernels.common.sm90_rotation import hide_value
 def _spread(bytes_):
     """Powers of two as bfloat16 in both halves of a word; ``bytes_`` are two of their ue8m0 codes.
 
+    Words of any shape.
+
     0 is 2**-127, a subnormal number, and 255 NaN: both have one bit beside the code.
     """
     is_other = (((bytes_ + 0x00010001) & 0x00FE00FE) + 0x00FE00FE) & 0x01000100
@@ -33,16 +35,18 @@ def _start_scales(source, first_row, num_rows, scales, FIRST: gl.constexpr, STOP
     COUNT: gl.constexpr = scales.shape[0]
     ROWS: gl.constexpr = scales.shape[2]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0])
+    # [ROWS]
     row = gl.minimum(first_row + gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT)), num_rows - 1)
-    step = FIRST + 2 * gl.arange(0, COUNT, gl.SliceLayout(1, LAYOUT))
-    pointers = pointer + (row.to(gl.int64) * stride_row)[None, :]
-    pointers += (step.to(gl.int64) * stride_step)[:, None]
+    step = FIRST + 2 * gl.arange(0, COUNT, gl.SliceLayout(1, LAYOUT))  # [COUNT]
+    pointers = pointer + (row.to(gl.int64) * stride_row)[None, :]  # [1, ROWS]
+    pointers += (step.to(gl.int64) * stride_step)[:, None]  # [COUNT, ROWS]
     return gl.load(pointers, mask=(step < STOP)[:, None], other=0)
 
 
 @gluon.jit
 def _put_scales(words, scales):
-    """Store the scales of words as bfloat16: those of parts 0 and 2, then of 1 and 3."""
+    """Store the scales of words [steps, rows] as bfloat16: of parts 0 and 2, then of 1 and 3."""
+    # [steps, rows] each; as they are stored [steps, 2, rows].
     even, odd = _spread(words & 0x00FF00FF), _spread((words >> 8) & 0x00FF00FF)
     scales.store(gl.permute(gl.join(even, odd), (0, 2, 1)))
 
@@ -57,8 +61,8 @@ def _find_scales(scales, i, PAIR: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _scale_of(words, IS_SECOND: gl.constexpr):
-    """Float32 scales of the first or the second part of a pair."""
+def _widen_scales(words, IS_SECOND: gl.constexpr):
+    """Float32 scales of the first or the second part of a pair, of the shape of ``words``."""
     bits = words & -0x10000 if IS_SECOND else words << 16
     return bits.to(gl.float32, bitcast=True)
 
@@ -95,9 +99,12 @@ def _start_product(w, x, into, PART: gl.constexpr):
 
 @gluon.jit
 def _add(acc, product, columns, tokens, IS_SECOND: gl.constexpr):
-    """Add the product of a part, scaled: rows by the scales of columns, columns by tokens'."""
-    scale, product = gl.broadcast(_scale_of(tokens, IS_SECOND)[None, :], product)
-    return gl.fma(product * _scale_of(columns, IS_SECOND)[:, None], scale, acc)
+    """Add the product [64, TOKENS] of a part, scaled: rows by columns' scales, columns by tokens'.
+
+    ``columns`` [64] and ``tokens`` [TOKENS] are words of two scales.
+    """
+    scale, product = gl.broadcast(_widen_scales(tokens, IS_SECOND)[None, :], product)
+    return gl.fma(product * _widen_scales(columns, IS_SECOND)[:, None], scale, acc)
 
 
 @gluon.jit
@@ -106,10 +113,11 @@ def _store_sums(acc, target, shape, first_column):
     out_ptr, stride_out_token = target
     num_tokens, num_columns = shape
     LAYOUT: gl.constexpr = acc.type.layout
-    column = first_column + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-    token = gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))
+    column = first_column + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))  # [64]
+    token = gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))  # [TOKENS]
+    # [64, TOKENS]
     out = out_ptr + (token.to(gl.int64) * stride_out_token)[None, :] + column[:, None]
-    mask = (column < num_columns)[:, None] & (token < num_tokens)[None, :]
+    mask = (column < num_columns)[:, None] & (token < num_tokens)[None, :]  # [64, TOKENS]
     gl.store(out, acc.to(gl.bfloat16), mask=mask)
 
 
@@ -130,6 +138,7 @@ def run_multiply_role(work, CONSUMER: gl.constexpr, PLAN: gl.constexpr):
     COLUMN: gl.constexpr = gl.SliceLayout(0, MMA)
     column_scales = all_column_scales.index(CONSUMER)
     token_scales = all_token_scales.index(CONSUMER)
+    # [ROOM, 64] and [ROOM, TOKENS].
     column_words = _start_scales(column_sf, first_column, shape[1], column_scales, CONSUMER, STEPS)
     token_words = _start_scales(token_sf, 0, shape[0], token_scales, CONSUMER, STEPS)
     _put_scales(column_words, column_scales)
@@ -142,11 +151,11 @@ def run_multiply_role(work, CONSUMER: gl.constexpr, PLAN: gl.constexpr):
     for i in range(CONSUMER, hide_value(STEPS), 2):
         stage = i % STAGES
         mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
-        w, x = w_smem.index(stage), x_smem.index(stage)
+        w, x = w_smem.index(stage), x_smem.index(stage)  # [64, 128] and [TOKENS, 128]
         left = _start_product(w, x, left, 0)
         right = _start_product(w, x, right, 2)
-        columns = _find_scales(column_scales, i // 2, 0, ROW)
-        tokens = _find_scales(token_scales, i // 2, 0, COLUMN)
+        columns = _find_scales(column_scales, i // 2, 0, ROW)  # [64]
+        tokens = _find_scales(token_scales, i // 2, 0, COLUMN)  # [TOKENS]
         left = warpgroup_mma_wait(1, deps=[left])
         acc = _add(acc, left, columns, tokens, False)
         left = _start_product(w, x, left, 1)

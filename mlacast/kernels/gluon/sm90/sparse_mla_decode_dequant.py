@@ -316,9 +316,9 @@ def run_dequant_role(
     )
     located_extra = next_extra
     valid = gl.arange(0, BLOCK_N, ROW) < 0  # [64]
-    nowhere = gl.zeros((BLOCK_N,), gl.int64, ROW)
+    nowhere = gl.zeros((BLOCK_N,), gl.int64, ROW)  # [64]
     row_ptr = pool[0] + nowhere  # [64]
-    scale_ptr = pool[0] + nowhere
+    scale_ptr = pool[0] + nowhere  # [64]
     # One round before the first item: its query goes before the keys, whose signal would otherwise
     # wait for them.
     for item in range(gl.program_id(0) - step, work.num_items, step):

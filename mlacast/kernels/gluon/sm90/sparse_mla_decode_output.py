@@ -59,6 +59,7 @@ def _store_partial(
     o = gl.convert_layout(o, LAYOUT)
     head = first_head + hide_rows(gl.SliceLayout(1, LAYOUT))  # [64]
     d = FIRST + gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))  # [128]
+    # [64, 128]
     pointers = partial_out_ptr + state * 512 + ((head * 512)[:, None] + d[None, :])
     if FULL_TILES:
         gl.store(pointers, o * unit)

@@ -318,8 +318,9 @@ def fetch_unit(stage, rows, valid, UNIT: gl.constexpr, FORMAT: gl.constexpr, MIX
     LAYOUT: gl.constexpr = WORDS_32 if WIDTH == 32 else WORDS_16
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     column = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))  # [WIDTH]
+    # [64, WIDTH]
     pointers = gl.convert_layout(rows, ROW, assert_trivial=True)[:, None] + column[None, :]
-    mask = gl.convert_layout(valid, ROW, assert_trivial=True)[:, None]
+    mask = gl.convert_layout(valid, ROW, assert_trivial=True)[:, None]  # [64, 1]
     if WIDTH == 16:
         stage = stage._reinterpret(gl.int32, [64, 16], STAGE_16_MIXED if MIXED else STAGE_16)
     async_copy.async_copy_global_to_shared(stage, pointers, mask=mask)
@@ -376,7 +377,7 @@ def read_scales(scale_stage, FORMAT: gl.constexpr, MIXED: gl.constexpr):
         pairs = scale_stage._reinterpret(gl.int16, [64, 4, 4], SCALE_PAIRS_STAGE)
         by_unit = gl.permute(gl.reshape(pairs.load(SCALE_PAIRS), (64, 2, 2, 4)), (0, 1, 3, 2))
         even, odd = gl.split(by_unit)  # [64, 2, 4] each
-        words = (even.to(gl.int32) & 0xFFFF) | (odd.to(gl.int32) << 16)
+        words = (even.to(gl.int32) & 0xFFFF) | (odd.to(gl.int32) << 16)  # [64, 2, 4]
         first, second = gl.split(gl.permute(words, (0, 2, 1)))  # [64, 4] each
         return (
             gl.convert_layout(first, BY_THREAD_MIXED, assert_trivial=True),
@@ -386,8 +387,9 @@ def read_scales(scale_stage, FORMAT: gl.constexpr, MIXED: gl.constexpr):
         return ()
     elif MIXED:
         gl.static_assert(FORMAT == "v41", "the only format beside codes of four bits")
-        row = scale_stage.load(SCALES_4_MIXED)
+        row = scale_stage.load(SCALES_4_MIXED)  # [64, 4]
         columns = _split_columns(row, 4, gl.SliceLayout(1, BY_THREAD_MIXED))
+        # [4]; what is chosen by it is [1, 4].
         even = gl.full((4,), _EVEN_BYTES, gl.int32, gl.SliceLayout(0, BY_THREAD_MIXED))
         chosen = gl.inline_asm_elementwise(
             _BYTES_OF_LANE, "=r,r", [even], dtype=gl.int32, is_pure=False, pack=1
@@ -406,8 +408,8 @@ def read_scales(scale_stage, FORMAT: gl.constexpr, MIXED: gl.constexpr):
             return columns
         else:
             # Groups of "v41" are 8 words, and a thread has 4 of either half of a unit.
-            thread = gl.arange(0, 4, gl.SliceLayout(0, BY_THREAD))
-            chosen = gl.where(thread < 2, _EVEN_BYTES, _ODD_BYTES)[None, :]
+            thread = gl.arange(0, 4, gl.SliceLayout(0, BY_THREAD))  # [4]
+            chosen = gl.where(thread < 2, _EVEN_BYTES, _ODD_BYTES)[None, :]  # [1, 4]
             if FORMAT == "v41":
                 return (
                     _choose_bytes(columns[0], columns[1], chosen),
@@ -458,7 +460,7 @@ def _repeat_by_word(multipliers, words):
 @gluon.jit
 def _decode_e4m3(words, multipliers, LANE: gl.constexpr):
     """Half a unit [64, 16] to its values, [64, 32] words, by ``multipliers`` [64, 4]."""
-    words = gl.reshape(words, (64, 4, 4))
+    words = gl.reshape(words, (64, 4, 4))  # [64, 4, 4], and so are both halves
     low, high = multiply_e4m3_by_power(words, _repeat_by_word(multipliers, words), LANE)
     return gl.reshape(gl.join(low, high), (64, 32))
 
@@ -466,6 +468,7 @@ def _decode_e4m3(words, multipliers, LANE: gl.constexpr):
 @gluon.jit
 def _decode_e2m1(words, multipliers):
     """A unit [64, 16] to its values, [64, 64] words: a thread's scales are for two words each."""
+    # [64, 4, 2] each.
     first, second = gl.split(gl.permute(gl.reshape(words, (64, 4, 2, 2)), (0, 1, 3, 2)))
     a, b, c, d = _multiply_e2m1_by_number(first, _repeat_by_word(multipliers, first), 0)
     left = gl.join(gl.join(a, c), gl.join(b, d))  # [64, 4, 2, 2, 2]
@@ -497,7 +500,8 @@ def decode_unit(
     """Turn a staged unit into bfloat16 and store it where its dimensions belong.
 
     ``scales`` are those of the record, see ``read_scales``. The targets are int32 views [64, 64] of
-    the halves of a piece, ``target_even`` of TAIL_UNIT [64, 32].
+    the halves of a piece, ``target_even`` of TAIL_UNIT [64, 32]. Of four codes a word, ``low`` and
+    ``high`` are like the words; multipliers are [64, 4].
     """
     WIDTH: gl.constexpr = _find_unit_words(FORMAT, UNIT)[1]
     target = target_even if UNIT % 2 == 0 else target_odd
@@ -520,7 +524,7 @@ def decode_unit(
         values = gl.permute(gl.join(left, right), (0, 2, 1))  # [64, 2, 32]
         _store(target, gl.reshape(values, (64, 64)))
     elif FORMAT == "v32":
-        words = stage.load(WORDS_32)
+        words = stage.load(WORDS_32)  # [64, 32]
         parts = gl.convert_layout(_split_float32(scales[UNIT]), ROW, assert_trivial=True)  # [64]
         low, high = _multiply_e4m3_by_number(words, parts[:, None])
         _store(target, gl.reshape(gl.join(low, high), (64, 64)))

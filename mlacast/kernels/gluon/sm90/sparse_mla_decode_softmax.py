@@ -36,7 +36,7 @@ def fold_scores(s, base, partial_sum, score_scale, PARTIAL: gl.constexpr, WEIGHT
     p = gl.exp2(s * score_scale[:, None] - shift[:, None])  # [64, 64]
     # What came before a row's first key is zero and needs no factor.
     alpha = gl.where(base == -float("inf"), 1.0, gl.exp2(base - shift))  # [64]
-    by_quad = gl.sum(gl.sum(gl.reshape(p, (64, 8, 4, 2)), 3), 1)
+    by_quad = gl.sum(gl.sum(gl.reshape(p, (64, 8, 4, 2)), 3), 1)  # [64, 4]
     by_quad = gl.convert_layout(by_quad, PARTIAL, assert_trivial=True)  # [64, 4]
     rescale = gl.convert_layout(alpha, gl.SliceLayout(1, PARTIAL))  # [64]
     return p.to(WEIGHTS), alpha, new_base, partial_sum * rescale[:, None] + by_quad

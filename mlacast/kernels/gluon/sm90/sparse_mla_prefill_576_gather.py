@@ -49,7 +49,7 @@ def _copy_query(
     Heads of a token are less than 2**31 elements apart (``heads:far_apart`` in ``ops.layout``).
     """
     d = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, head.type.layout.parent))  # [WIDTH]
-    query = base + (head * stride_q_head)[:, None] + d[None, :]
+    query = base + (head * stride_q_head)[:, None] + d[None, :]  # [64, WIDTH]
     if WORK.full_tiles:
         async_copy.async_copy_global_to_shared(target, query)
     else:

@@ -66,9 +66,9 @@ def gather_query(
         q_d = first + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))  # [WIDTH]
         if QUERY.chunk16:
             chunk = (q_d // 16) * (hide_value(num_heads) * 16) + q_d % 16
-            query = base + ((head * 16)[:, None] + chunk[None, :])
+            query = base + ((head * 16)[:, None] + chunk[None, :])  # [64, WIDTH]
         else:
-            query = base + (head * stride_q_head)[:, None] + q_d[None, :]
+            query = base + (head * stride_q_head)[:, None] + q_d[None, :]  # [64, WIDTH]
         target = k_smem.index(slot).slice(first, WIDTH, dim=1)
         if WORK.full_tiles:
             async_copy.async_copy_global_to_shared(target, query)

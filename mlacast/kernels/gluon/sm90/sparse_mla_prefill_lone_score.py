@@ -37,9 +37,9 @@ def find_score_scales(query, eps, score_scale_log2, S: gl.constexpr, QUERY: gl.c
     """Score scales [64] of the heads of a query [64, 512]: every sum is that of ``take_query``."""
     Q: gl.constexpr = gl.DotOperandLayout(0, S, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, S)
-    scale = gl.full((BLOCK_H,), 0.0, gl.float32, ROW) + score_scale_log2
+    scale = gl.full((BLOCK_H,), 0.0, gl.float32, ROW) + score_scale_log2  # [64]
     if QUERY.has_norm:
-        squares = sum_squares(query.slice(448, 64, dim=1).load(Q), ROW)
+        squares = sum_squares(query.slice(448, 64, dim=1).load(Q), ROW)  # [64]
         squares += sum_squares(query.slice(384, 64, dim=1).load(Q), ROW)
         left = sum_squares(query.slice(0, 256, dim=1).load(Q), ROW)
         squares += left + sum_squares(query.slice(256, 128, dim=1).load(Q), ROW)

@@ -53,7 +53,7 @@ def take_query(
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     q_rope = query.slice(448, 64, dim=1).load(Q)  # [64, 64]
     if QUERY.has_norm:
-        squares = sum_squares(q_rope, ROW)
+        squares = sum_squares(q_rope, ROW)  # [64]
     if QUERY.is_rotated:
         q_rope = gl.convert_layout(rotate(q_rope, cos, sin, QUERY.half_pairing), Q)
     q_smem.slice(64, 64, dim=1).store(q_rope)
@@ -104,14 +104,14 @@ def fold_scores(
     if not LAST:
         new_base = gl.where(new_max > base + LAZINESS, new_max, base)  # [64]
     # -inf - -inf is NaN: shift by 0 while nothing valid has been seen.
-    shift = gl.where(new_base == -float("inf"), 0.0, new_base)
+    shift = gl.where(new_base == -float("inf"), 0.0, new_base)  # [64]
     p = gl.exp2(s * score_scale[:, None] - shift[:, None])  # [64, 64]
     # What came before a row's first key is zero and needs no factor.
     alpha = gl.where(base == -float("inf"), 1.0, gl.exp2(base - shift))  # [64]
-    by_quad = gl.sum(gl.sum(gl.reshape(p, (64, 8, 4, 2)), 3), 1)
+    by_quad = gl.sum(gl.sum(gl.reshape(p, (64, 8, 4, 2)), 3), 1)  # [64, 4]
     by_quad = gl.convert_layout(by_quad, PARTIAL, assert_trivial=True)  # [64, 4]
     rescale = gl.convert_layout(alpha, gl.SliceLayout(1, PARTIAL))  # [64]
-    sums = partial_sum * rescale[:, None] + by_quad
+    sums = partial_sum * rescale[:, None] + by_quad  # [64, 4]
     return p.to(gl.bfloat16), alpha, new_base, new_max, sums
 
 
