@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import pytest
 import torch
 
@@ -143,6 +145,37 @@ def test_the_lowest_row_wins_across_programs_and_tiles(slots: torch.Tensor) -> N
     latent = torch.randn(rows, 512).bfloat16()
     options = fused_options("plain", rows)
     assert_append_equals_reference(CacheCase("V41", 512), latent, slots, options)
+
+
+# Of Linux; Python has a name for it from 3.11 on.
+MAP_NORESERVE = 0x4000
+
+
+def test_slots_that_are_far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a tile, and in the rest of one, slots are 2**31 elements from its first.
+
+    Rows without a slot follow: programs with many rows before them run first, and here those that
+    have a lower twin must not.
+    """
+    program = AppendConfig(rows=4, num_warps=1, tile=64, step=8)
+    monkeypatch.setattr(kv_cache_append, "append_config", lambda *sizes: program)
+    given = torch.cat((torch.arange(72), torch.full((72,), -1))).int()
+    # The last slots of programs, of which rows 35 and 40 have the same.
+    given[39], given[71] = given[35], given[40]
+    distance = 2**26 + 1
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    # Nothing but what is written takes memory. As much again before the first slot: what is too
+    # negative is found there.
+    space = torch.frombuffer(
+        mmap.mmap(-1, 4 * (2**31 + 144 * distance), flags=flags), dtype=torch.int32
+    )
+    slots = space.as_strided((144,), (distance,), 2**31)
+    slots.copy_(given)
+    latent = torch.randn(144, 512).bfloat16()
+    options = fused_options("plain", 144)
+    assert_append_equals_reference(
+        CacheCase("V41", 512), latent, slots, options, pages=9, page_size=8
+    )
 
 
 def test_the_sizes_of_many_rows() -> None:

@@ -54,9 +54,10 @@ def _load_tile(slots_ptr, stride_slots, start, PROGRAM: tl.constexpr):
     # Added one after the other: steps of a thread are constants of its loads.
     one = slots_ptr + start.to(tl.int64) * stride_slots
     place = one + tl.arange(0, WIDTH).to(tl.int64) * stride_slots  # [WIDTH]
+    step = tl.cast(stride_slots, tl.int64) * WIDTH
     slots = ()
     for i in tl.static_range(PROGRAM.tile // WIDTH):
-        slots = slots + (tl.load(place + i * WIDTH * stride_slots).to(tl.int32),)
+        slots = slots + (tl.load(place + i * step).to(tl.int32),)
     return slots
 
 
@@ -69,10 +70,11 @@ def load_rest(slots_ptr, stride_slots, first, PROGRAM: tl.constexpr):
     place = one + tl.arange(0, WIDTH).to(tl.int64) * stride_slots  # [WIDTH]
     # Compared with a constant for each load.
     behind = tl.arange(0, WIDTH) - left  # [WIDTH]
+    step = tl.cast(stride_slots, tl.int64) * WIDTH
     slots = ()
     for i in tl.static_range(PROGRAM.tile // WIDTH):
         # [WIDTH]
-        slot = tl.load(place + i * WIDTH * stride_slots, mask=behind < -i * WIDTH, other=-1)
+        slot = tl.load(place + i * step, mask=behind < -i * WIDTH, other=-1)
         slots = slots + (slot.to(tl.int32),)
     return slots
 
