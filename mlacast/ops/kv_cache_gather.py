@@ -64,6 +64,8 @@ def run(cache: torch.Tensor, slots: torch.Tensor, kv_format: str, d_qk: int, bac
     impl = select(
         OP, required_features(kv_format), arch_of(cache.device), requested_backend(OP, backend)
     )
+    if slots.shape[0] == 0:
+        return torch.empty((0, d_qk), dtype=torch.bfloat16, device=cache.device)
     if value_checks.validation_requested(OP, cache.device):
         value_checks.check_slots(OP, slots, cache.shape[0] * cache.shape[1])
     return load(impl.target)(cache, slots, kv_format=KvFormat.from_name(kv_format))

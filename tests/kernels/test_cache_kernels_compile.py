@@ -259,6 +259,8 @@ def test_compiles_into_few_wide_accesses(variant: Variant, tmp_path: Path) -> No
     assert sass.count("LDG.E.128") >= variant.loads
     assert sass.count("STG.E.128") >= variant.stores
     assert sass.count("STG.E.64") >= variant.half_stores
+    if variant.constants["PDL"]:
+        assert 0 <= sass.find("ACQBULK") < sass.find("LDG"), "read before its writer has ended"
     casts_to_fp8 = variant.module is rope_quantize_fp8 or (
         variant.module is kv_cache_append and "append_BF16" not in variant.name
     )

@@ -123,6 +123,8 @@ def _tiny_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         # Slots that are not in the cache, but whose low halves are.
         torch.tensor([2**32 + 3, 2**33 + 4, 5, 6, 3, 4, 5, 6, 7, 2**32 + 8, 8, 9]),
         torch.randint(-3, 34, (70,), dtype=torch.int32),
+        # The last slots of the third program's runs, and of the fourth's, were written before.
+        torch.tensor([3, 13, 24, 28, 19, 5, 6, 7, 10, 11, 12, 13, 0, 1, 23, 24]),
     ],
     ids=[
         "cyclic",
@@ -138,9 +140,21 @@ def _tiny_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         "not_rising",
         "low_halves",
         "random_int32",
+        "last_of_runs",
     ],
 )
-def test_the_lowest_row_wins_across_programs_and_tiles(slots: torch.Tensor) -> None:
+@pytest.mark.parametrize("is_followed", [False, True], ids=["alone", "followed"])
+def test_the_lowest_row_wins_across_programs_and_tiles(
+    slots: torch.Tensor, is_followed: bool
+) -> None:
+    """Alone, and followed by as many rows without a slot.
+
+    Of a call's programs the later half runs first, and last those with the first rows: what they
+    write over a twin, which should not have been written, does not show. Followed, they run in the
+    order of their rows.
+    """
+    if is_followed:
+        slots = torch.cat((slots, torch.full_like(slots, -1)))
     rows = slots.shape[0]
     latent = torch.randn(rows, 512).bfloat16()
     options = fused_options("plain", rows)

@@ -43,9 +43,3 @@ def test_pages_at_odd_distances_and_strided_slots() -> None:
     rows = _gathered(cache, slots, kv_format=kv_format)
     expected = kv_format.gather(cache, slots)
     assert torch.equal(rows.view(torch.int16), expected.view(torch.int16))
-
-
-def test_no_slots() -> None:
-    cache = mlacast.KvFormat.V32.allocate(1, 4)
-    rows = _gathered(cache, torch.empty(0, dtype=torch.int64), kv_format=mlacast.KvFormat.V32)
-    assert rows.shape == (0, 576)

@@ -21,9 +21,16 @@ from mlacast.kernels.config.hopper_grouped_out_project import (
     VARIANTS,
     ProductConfig,
     ProductPlan,
+    choose_product,
     product_plan,
 )
-from mlacast.kernels.config.merge_attention_states import MergeConfig, MergePlan, merge_plan
+from mlacast.kernels.config.hopper_grouped_out_project_few import FewPlan
+from mlacast.kernels.config.merge_attention_states import (
+    MergeConfig,
+    MergePlan,
+    merge_plan,
+    merge_rounds,
+)
 from mlacast.kernels.config.output import OutputConfig, float32_config, output_config
 from mlacast.kernels.config.sparse_attention import (
     HopperDecodePlan,
@@ -158,6 +165,15 @@ def test_a_plan_of_the_merge() -> None:
 
 
 @pytest.mark.parametrize(
+    ("parts", "rounds"),
+    # Four become one: of five two are left, of seven four, of eight five.
+    [(1, (1,)), (4, (4,)), (5, (4, 2)), (7, (4, 4)), (8, (4, 4, 2)), (10, (4, 4, 4))],
+)
+def test_the_launches_of_a_merge(parts: int, rounds: tuple[int, ...]) -> None:
+    assert merge_rounds(parts) == rounds
+
+
+@pytest.mark.parametrize(
     ("stride_latent", "stride_value", "is_wide"),
     [
         (128, 1, False),
@@ -197,6 +213,24 @@ def test_a_plan_of_the_hopper_projection() -> None:
     assert (plan.variant, plan.num_programs, plan.max_registers) == (VARIANTS[1], 6, 168)
     given = product_plan(sizes, torch.float32, torch.int32, 132, VARIANTS[0])
     assert given == (VARIANTS[0], ProductConfig(32, 4, False, True), 8, 168)
+
+
+def test_the_kernel_of_a_hopper_projection() -> None:
+    """For few tokens, and scales per 32 on both sides, that of few tokens; or the one given."""
+    words, numbers = torch.int32, torch.float32
+    few = FewPlan(block_m=64, block_n=64, stages=8, steps=32, room=16)
+    assert choose_product((64, 256, 4, 4096), words, words, 132) == few
+    for tokens, sf, weight_sf in ((65, words, words), (64, words, numbers), (64, numbers, words)):
+        sizes = (tokens, 256, 4, 4096)
+        plan = choose_product(sizes, sf, weight_sf, 132)
+        assert plan == product_plan(sizes, sf, weight_sf, 132)
+    # One step has no second consumer.
+    assert isinstance(choose_product((64, 256, 4, 128), words, words, 132), ProductPlan)
+    sizes = (64, 256, 4, 4096)
+    given = choose_product(sizes, words, words, 132, TWO_LOADERS)
+    assert given == product_plan(sizes, words, words, 132, TWO_LOADERS)
+    wide = FewPlan(64, 64, 10, 32, 16)
+    assert choose_product(sizes, words, words, 132, wide) == wide
 
 
 GROUPS_128 = OutputConfig(2, 128, 4096, False, 1e-10, 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
@@ -114,7 +116,18 @@ def test_no_tokens_change_nothing(backend: str) -> None:
     mlacast.kv_cache_append(empty, none, cache, mlacast.KvFormat.V4, backend=backend)
     assert bool((storage_bytes(cache) == 0x5A).all())
     rows = mlacast.kv_cache_gather(cache, none, mlacast.KvFormat.V4, backend=backend)
-    assert rows.shape == (0, 512)
+    assert (rows.shape, rows.dtype) == ((0, 512), torch.bfloat16)
+
+
+@pytest.mark.parametrize(("name", "width"), [("V4", 512), ("BF16", 576), ("FP8", 512)])
+def test_no_slots_reach_no_kernel(name: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launchers have a grid of at least one program."""
+    kv_format = mlacast.KvFormat.from_name(name)
+    cache = kv_format.allocate(1, 3, d_qk=None if kv_format.d_qk else width)
+    module = importlib.import_module("mlacast.ops.kv_cache_gather")
+    monkeypatch.setattr(module, "load", lambda target: pytest.fail(target))
+    rows = mlacast.kv_cache_gather(cache, torch.empty(0, dtype=torch.int64), kv_format)
+    assert (rows.shape, rows.dtype) == ((0, width), torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -13,6 +13,7 @@ _STORE = (_K + "test_store_interpreted.py",)
 _NUMBERS = (_K + "test_numbers_interpreted.py",)
 _MERGE = (_K + "test_merge_attention_states_interpreted.py",)
 _APPEND = (_K + "test_kv_cache_append_interpreted.py",)
+_CACHE_COMPILE = _K + "test_cache_kernels_compile.py"
 _GATHER = (_K + "test_kv_cache_gather_interpreted.py",)
 _METADATA = (_K + "test_decode_metadata_interpreted.py",)
 _PROJECT = (_K + "test_grouped_out_project_interpreted.py",)
@@ -426,6 +427,69 @@ PORTABLE = (
         "rises = (before >= 0) & (own > before)",
         "rises = (before >= 0) & (own >= before)",
         _APPEND,
+    ),
+    Fault(
+        "append-first-run-end",
+        "kv_cache_append",
+        "the last slot of a program's first run is not looked for",
+        "mlacast/kernels/triton/kv_cache_append_twins.py",
+        "meets = (nearest <= span)",
+        "meets = (nearest < span)",
+        _APPEND,
+    ),
+    Fault(
+        "append-second-run-end",
+        "kv_cache_append",
+        "the last slot of a program's second run is not looked for",
+        "mlacast/kernels/triton/kv_cache_append_twins.py",
+        "(next_nearest <= next_span)",
+        "(next_nearest < next_span)",
+        _APPEND,
+    ),
+    Fault(
+        "append-first-tile",
+        "kv_cache_append",
+        "the look at earlier slots leaves out the first tile",
+        "mlacast/kernels/triton/kv_cache_append_twins.py",
+        "for start in range(0, first // TILE):",
+        "for start in range(1, first // TILE):",
+        _APPEND,
+    ),
+    Fault(
+        "append-last-earlier",
+        "kv_cache_append",
+        "the look at what fills no tile ends a row early",
+        "mlacast/kernels/triton/kv_cache_append_twins.py",
+        "behind = tl.arange(0, WIDTH) - left  #",
+        "behind = tl.arange(0, WIDTH) - left + 1  #",
+        _APPEND,
+    ),
+    Fault(
+        "append-loads-of-a-tile",
+        "kv_cache_append",
+        "of a tile's loads the last is left out",
+        "mlacast/kernels/triton/kv_cache_append_twins.py",
+        "for i in tl.static_range(PROGRAM.tile // WIDTH):\n        slots = slots +",
+        "for i in tl.static_range((PROGRAM.tile - 1) // WIDTH):\n        slots = slots +",
+        _APPEND,
+    ),
+    Fault(
+        "append-early-look",
+        "kv_cache_append",
+        "earlier slots are asked for before all latents are",
+        "mlacast/kernels/triton/kv_cache_append.py",
+        "        tl.debug_barrier()\n        near = load_rest",
+        "        near = load_rest",
+        (_CACHE_COMPILE + "::test_append_looks_at_slots_while_latents_are_on_their_way",),
+    ),
+    Fault(
+        "append-no-wait",
+        "kv_cache_append",
+        "rows and slots are read while the kernel before may still write them",
+        "mlacast/kernels/triton/kv_cache_append.py",
+        "    wait_for_previous_kernel(PDL)\n    # Latents",
+        "    # Latents",
+        (_CACHE_COMPILE + "::test_compiles_into_few_wide_accesses",),
     ),
     Fault(
         "append-scale-padding",

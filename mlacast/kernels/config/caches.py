@@ -207,9 +207,17 @@ def codes_config(dtype: torch.dtype, *, native: bool) -> CodesConfig:
     return CodesConfig(is_e5m2=dtype == torch.float8_e5m2, native=native)
 
 
-def record_config(kv_format: KvFormat, d_qk: int, num_slots: int) -> RecordConfig:
-    """Describe the records of a cache with so many slots."""
+def record_config(kv_format: KvFormat, width: int, num_slots: int) -> RecordConfig:
+    """Describe the records of a cache with so many slots.
+
+    Args:
+        kv_format: Format of the cache.
+        width: Dimensions of a row; looked at where the format leaves them open, whose records are
+            as wide.
+        num_slots: Slots of the cache.
+    """
     assert num_slots < 2**31, "a cache of 2**31 records would take 600 GB or more"
+    d_qk = width if kv_format.d_qk is None else kv_format.d_qk
     return RecordConfig(
         kv_format.record or "rows",
         is_inline=kv_format.placement == "inline",

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from mlacast.kernels.config.hopper_grouped_out_project_few import FewPlan, plan_few
+
 
 class Variant(NamedTuple):
     """What the kernel can be built with.
@@ -125,3 +127,26 @@ def product_plan(
     tiles = count_tiles(variant, tokens, columns, groups)
     registers = MAX_REGISTERS[variant.loaders]
     return ProductPlan(variant, product, min(tiles, multiprocessors), registers)
+
+
+def choose_product(
+    sizes: tuple[int, int, int, int],
+    sf: torch.dtype,
+    weight_sf: torch.dtype,
+    multiprocessors: int,
+    variant: Variant | FewPlan | None = None,
+) -> ProductPlan | FewPlan:
+    """Choose the kernel, and plan its launch; pure.
+
+    That of few tokens takes those for which no other tile would keep the multiprocessors busy,
+    with words of scales on both sides. Arguments as in ``product_plan``; ``variant`` may be a plan
+    of either.
+    """
+    if isinstance(variant, FewPlan):
+        return variant
+    plan = product_plan(sizes, sf, weight_sf, multiprocessors, variant)
+    has_words = plan.product.x_bytes and plan.product.weight_bytes
+    if variant is None and plan.variant == TWO_LOADERS and has_words:
+        tokens, _, _, features = sizes
+        return plan_few(tokens, features) or plan
+    return plan

@@ -44,6 +44,18 @@ class MergePlan(NamedTuple):
     num_programs: int
 
 
+def merge_rounds(parts: int) -> tuple[int, ...]:
+    """Parts that each launch merges, of those that are left.
+
+    What the first of them give is a part like the others, and the first of the next launch.
+    """
+    rounds = []
+    while parts > PARTS_AT_ONCE:
+        rounds.append(PARTS_AT_ONCE)
+        parts -= PARTS_AT_ONCE - 1
+    return (*rounds, parts)
+
+
 def merge_config(parts: int, num_heads: int, width: int) -> MergeConfig:
     """Describe the merge of ``parts`` parts of heads ``width`` wide."""
     features = num_heads * width

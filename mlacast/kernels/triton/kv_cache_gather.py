@@ -133,18 +133,16 @@ def launch_kv_cache_gather(
     kv_format: KvFormat,
     config: RowsConfig | None = None,
 ) -> Launches:
-    """Make the rows [n, d_qk]; arguments as in ``mlacast.kv_cache_gather``.
+    """Make the rows [n, d_qk], at least one; arguments as in ``mlacast.kv_cache_gather``.
 
     ``config`` is for measurements: None takes the usual one.
     """
     num_rows = slots.shape[0]
-    d_qk = cache.shape[-1] if kv_format.d_qk is None else kv_format.d_qk
-    out = torch.empty((num_rows, d_qk), dtype=torch.bfloat16, device=cache.device)
-    launches = Launches(cache.device, result=out)
-    if num_rows == 0:
-        return launches
     flat = flat_records(cache, kv_format)
     num_slots = flat.shape[0] * flat.shape[1]
+    record = record_config(kv_format, cache.shape[-1], num_slots)
+    out = torch.empty((num_rows, record.d_qk), dtype=torch.bfloat16, device=cache.device)
+    launches = Launches(cache.device, result=out)
     config = config or gather_config()
     overlaps = overlaps_launches(cache.device)
     launches.launch(
@@ -159,7 +157,7 @@ def launch_kv_cache_gather(
         slots.stride(0),
         launches.inside(out, out.view(torch.int16)),
         num_rows,
-        RECORD=record_config(kv_format, d_qk, num_slots),
+        RECORD=record,
         PROGRAM=config,
         NATIVE=has_fp8_casts(cache.device),
         PDL=overlaps,

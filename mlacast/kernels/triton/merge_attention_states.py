@@ -16,7 +16,11 @@ from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.packed_bf16 import widen
 from mlacast.kernels.common.store import NVFP4, Padding, Target, store_rows
 from mlacast.kernels.common.targets import StoreTarget, store_target
-from mlacast.kernels.config.merge_attention_states import PARTS_AT_ONCE, merge_plan
+from mlacast.kernels.config.merge_attention_states import (
+    PARTS_AT_ONCE,
+    merge_plan,
+    merge_rounds,
+)
 from mlacast.kernels.config.output import float32_config
 
 # Counts and strides that vary while serving must not pick another variant of the kernel.
@@ -351,15 +355,15 @@ def launch_merge_attention_states(
     launches = Launches(lse.device, final)
     is_token_major = lse_layout == "th"
     parts = [_part(*part, is_token_major) for part in zip(outs, lses, strict=True)]
-    while len(parts) > PARTS_AT_ONCE:
-        # What the first of them give is a part like the others. Two results in turn, because a
-        # program reads sums that another one writes.
+    *early, _ = merge_rounds(len(parts))
+    for count in early:
+        # Two results in turn, because a program reads sums that another one writes.
         scratch = launches.scratch(num_tokens * (features + num_heads))
         sums = launches.inside(scratch, scratch[num_tokens * features :])
         merged = [scratch, features, width, sums, num_heads, 1]
         target = _float32_target(scratch, features)
-        _launch(launches, parts[:PARTS_AT_ONCE], merged[3:], target, num_tokens, num_heads, width)
-        parts = [merged, *parts[PARTS_AT_ONCE:]]
+        _launch(launches, parts[:count], merged[3:], target, num_tokens, num_heads, width)
+        parts = [merged, *parts[count:]]
     strides = lse.stride() if is_token_major else lse.stride()[::-1]
     _launch(launches, parts, [lse, *strides], final, num_tokens, num_heads, width)
     return launches

@@ -17,8 +17,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from mlacast.descriptors.quantized_tensor import QuantizedTensor
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.targets import store_target
-from mlacast.kernels.config.hopper_grouped_out_project import TWO_LOADERS, Variant, product_plan
-from mlacast.kernels.config.hopper_grouped_out_project_few import FewPlan, plan_few
+from mlacast.kernels.config.hopper_grouped_out_project import Variant, choose_product
+from mlacast.kernels.config.hopper_grouped_out_project_few import FewPlan
 from mlacast.kernels.config.sparse_attention import num_multiprocessors
 from mlacast.kernels.gluon.sm90.grouped_out_project_few import launch_few
 from mlacast.kernels.gluon.sm90.grouped_out_project_roles import run_load_role, run_multiply_role
@@ -167,13 +167,8 @@ def _launch(
     rows = launches.inside(weight[0], weight[1].transpose(0, 1))
     sizes = (tokens, columns, groups, features)
     multiprocessors = num_multiprocessors(out.data.device)
-    fixed = None if isinstance(variant, FewPlan) else variant
-    plan = product_plan(sizes, sf.dtype, scales.dtype, multiprocessors, fixed)
-    few = variant if isinstance(variant, FewPlan) else None
-    has_words = plan.product.x_bytes and plan.product.weight_bytes
-    if variant is None and plan.variant == TWO_LOADERS and has_words:
-        few = plan_few(tokens, features)
-    tile = few or plan.variant
+    plan = choose_product(sizes, sf.dtype, scales.dtype, multiprocessors, variant)
+    tile = plan if isinstance(plan, FewPlan) else plan.variant
     arguments = [
         _descriptor(out.data, tile.block_m),
         _descriptor(rows, tile.block_n),
@@ -193,8 +188,8 @@ def _launch(
         tokens,
         columns,
     ]
-    if few is not None:
-        launch_few(launches, few, (columns, groups), arguments)
+    if isinstance(plan, FewPlan):
+        launch_few(launches, plan, (columns, groups), arguments)
         return launches
     launches.launch(
         project_kernel,
