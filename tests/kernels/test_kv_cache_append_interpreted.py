@@ -193,12 +193,18 @@ def test_slots_that_are_far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_sizes_of_many_rows() -> None:
-    """1025 rows: 32 a program, the first of the duplicates far before the others."""
-    latent = torch.randn(1025, 512).bfloat16()
-    slots = torch.cat((torch.arange(1000), torch.arange(25)))
-    options = fused_options("plain", 1025)
+    """32 rows a program, the first of the duplicates far before the others.
+
+    Another is the last slot of the program behind them. Rows without a slot follow, as above.
+    """
+    slots = torch.full((2112,), -1)
+    slots[:1056] = torch.arange(1056)
+    slots[1000:1024] = torch.arange(24)
+    slots[999] = 1055
+    latent = torch.randn(2112, 512).bfloat16()
+    options = fused_options("plain", 2112)
     assert_append_equals_reference(
-        CacheCase("BF16", 512), latent, slots, options, pages=16, page_size=64
+        CacheCase("BF16", 512), latent, slots, options, pages=17, page_size=64
     )
 
 

@@ -16,11 +16,7 @@ from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.packed_bf16 import widen
 from mlacast.kernels.common.store import NVFP4, Padding, Target, store_rows
 from mlacast.kernels.common.targets import StoreTarget, store_target
-from mlacast.kernels.config.merge_attention_states import (
-    PARTS_AT_ONCE,
-    merge_plan,
-    merge_rounds,
-)
+from mlacast.kernels.config.merge_attention_states import PARTS_AT_ONCE, merge_plan, merge_rounds
 from mlacast.kernels.config.output import float32_config
 
 # Counts and strides that vary while serving must not pick another variant of the kernel.
