@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 import torch
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
+# The least that has all of its bits.
+FLOAT32_LEAST = torch.finfo(torch.float32).tiny
 INT32_MAX = 2**31 - 1
 
 

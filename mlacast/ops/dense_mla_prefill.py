@@ -10,7 +10,7 @@ from mlacast.descriptors.out_format import OutFormat
 from mlacast.descriptors.quantized_tensor import INTS
 from mlacast.dispatch.arch import arch_of
 from mlacast.dispatch.select import load, requested_backend, select
-from mlacast.errors import check_count, check_finite, check_tensor, check_type, fail
+from mlacast.errors import FLOAT32_LEAST, check_count, check_finite, check_tensor, check_type, fail
 from mlacast.ops import value_checks
 from mlacast.ops.known_calls import PUBLIC, call_operator
 from mlacast.ops.output import Output, features_of, from_arguments, prepare_output
@@ -216,7 +216,7 @@ def required_features(
     Beside the format: rows that do not start at multiples of 16 bytes, scales that do not start at
     one of 4 (those of Nvfp4 are bytes, and stored as words), heads of a token that are 2**31
     elements apart, output groups that are not whole heads, and a score scale that does not keep
-    the order of the logits.
+    the order of the logits, as ``layout_features`` has it.
     """
     layout = set()
     tensors = (q, k, v)
@@ -233,7 +233,7 @@ def required_features(
         layout.add("rows:unaligned")
     if group_features % D_V:
         layout.add("groups:partial_heads")
-    if softmax_scale is not None and softmax_scale <= 0.0:
+    if softmax_scale is not None and softmax_scale < FLOAT32_LEAST:
         layout.add("sm_scale:not_positive")
     return features_of(out_format) | layout
 

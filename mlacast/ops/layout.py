@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from mlacast.errors import FLOAT32_LEAST
 from mlacast.ops.output import D_V
 
 
@@ -24,7 +25,8 @@ def layout_features(
             elements, and the heads of a token within 2**31 of each other. Strides of dimensions of
             size 1 mean nothing and ask for nothing.
         group_features: Features of an output group; whole heads are multiples of 512.
-        sm_scale: Score scale; one that is not above zero does not keep the order of the logits.
+        sm_scale: Score scale; one that is not above zero, or may be zero as a number of float32,
+            does not keep the order of the logits.
         caches: Paged caches whose pages should start at multiples of 16 bytes, with nothing between
             the tokens, and have fewer than 2**31 words of 4 bytes.
         codes: Output; if its elements are bytes, rows should start at multiples of 4.
@@ -61,7 +63,7 @@ def layout_features(
             features.add("scales:far_apart")
     if group_features % D_V:
         features.add("groups:partial_heads")
-    if not isinstance(sm_scale, torch.Tensor) and sm_scale <= 0.0:
+    if not isinstance(sm_scale, torch.Tensor) and sm_scale < FLOAT32_LEAST:
         features.add("sm_scale:not_positive")
     return frozenset(features)
 

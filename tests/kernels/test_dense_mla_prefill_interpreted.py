@@ -75,7 +75,8 @@ def test_float16_inputs() -> None:
     check(draw(TILES[0], torch.float16))
 
 
-@pytest.mark.parametrize("scale", [0.3, 0.0, -0.1])
+# As numbers of float32 the last but one is 0, and the last is not.
+@pytest.mark.parametrize("scale", [0.3, 0.0, -0.1, -1e-50, 1e-45])
 def test_any_scale(scale: float) -> None:
     check(draw(CASES[3], torch.float32), scale)
 

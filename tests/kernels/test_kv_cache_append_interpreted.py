@@ -29,7 +29,15 @@ def test_every_format_and_dtype(cache: CacheCase, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [("norm", FP32), ("weight", BF16), ("half", BF16), ("all", FP32)]
+    ("kind", "dtype"),
+    [
+        ("norm", FP32),
+        ("weight", BF16),
+        ("half", BF16),
+        ("half", FP16),
+        ("half", FP32),
+        ("all", FP32),
+    ],
 )
 @pytest.mark.parametrize("cache", CACHES, ids=cache_id)
 def test_norm_and_rotation(cache: CacheCase, kind: str, dtype: torch.dtype) -> None:
@@ -67,7 +75,10 @@ def test_interleaved_rotation_of_strided_rows() -> None:
     )
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("interleaved", BF16), ("all", BF16), ("all", FP32)])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("interleaved", BF16), ("interleaved", FP16), ("half", FP16), ("all", BF16), ("all", FP32)],
+)
 @pytest.mark.parametrize("cache", CACHES, ids=cache_id)
 def test_rows_in_parts(
     cache: CacheCase, kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

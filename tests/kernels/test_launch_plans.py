@@ -137,6 +137,11 @@ def test_scores_have_a_positive_scale(scale: float, sign: float, magnitude: floa
     assert query_sign * positive == scale * math.log2(math.e)
 
 
+def test_a_scale_that_float32_does_not_hold_is_zero() -> None:
+    assert score_scale(1e-50) == score_scale(-1e-50) == (0.0, math.log2(math.e))
+    assert score_scale(-(2.0**-149)) == (-1.0, 2.0**-149 * math.log2(math.e))
+
+
 def test_a_plan_of_the_portable_dense_prefill() -> None:
     """Two sequences of 100 tokens together: five tiles of 64 rows with what may lie around."""
     plan = prefill_plan(100, 2, 8, 2, 64, 4096, -0.5, LARGE)

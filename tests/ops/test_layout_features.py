@@ -215,7 +215,7 @@ def test_pages_and_tokens_of_caches() -> None:
     assert layout_features((), 512, 0.1, (apart,)) == {"rows:unaligned"}
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.5])
+@pytest.mark.parametrize("scale", [0.0, -0.5, 1e-50, 2.0**-127])
 def test_scales_that_do_not_keep_the_order(scale: float) -> None:
     assert layout_features((), 512, scale) == {"sm_scale:not_positive"}
     assert layout_features((), 512, torch.tensor(scale)) == frozenset(), "not read on the host"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ _KEY_BYTES = (192 + 128) * 2
 _CACHE_BYTES = 16 << 20
 _LARGE_SHARED_MEMORY = 160 << 10
 _LOG2_E = 1.4426950408889634
+_LEAST_FLOAT32 = 2.0**-149
 
 
 class PrefillConfig(NamedTuple):
@@ -82,8 +84,11 @@ def score_scale(softmax_scale: float) -> tuple[float, float]:
     The kernel takes maxima before it multiplies by the magnitude, which so has to be positive: the
     sign goes into the query, and is 0 for a scale of 0.
     """
-    sign = float((softmax_scale > 0) - (softmax_scale < 0))
-    return sign, (abs(softmax_scale) or 1.0) * _LOG2_E
+    magnitude = abs(softmax_scale)
+    # As a number of float32, in which the kernel multiplies, a smaller one is 0.
+    if magnitude < _LEAST_FLOAT32:
+        return 0.0, _LOG2_E
+    return math.copysign(1.0, softmax_scale), magnitude * _LOG2_E
 
 
 def prefill_plan(

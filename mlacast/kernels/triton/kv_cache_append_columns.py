@@ -164,12 +164,17 @@ def turn(x, cos, sin, HALF_PAIRING: tl.constexpr, NATIVE: tl.constexpr):
     C: tl.constexpr = x.shape[1]
     group = tl.arange(0, C) // 8  # [C]
     if HALF_PAIRING:
-        # Columns 16 apart are 32 dimensions apart.
-        bits = x.to(tl.int32, bitcast=True) if x.dtype == tl.float32 else x
+        # Columns 16 apart are 32 dimensions apart. Of the bits of two, either is what the other
+        # leaves of their exclusive or.
+        bits = x
+        if x.dtype != tl.int16:
+            BITS: tl.constexpr = tl.int32 if x.dtype == tl.float32 else tl.int16
+            bits = x.to(BITS, bitcast=True)
         pairs = tl.reshape(bits, (ROWS, C // 32, 2, 16))  # [ROWS, C / 32, 2, 16]
         # [ROWS, C]
         partner = tl.reshape(pairs ^ tl.xor_sum(pairs, 2, keep_dims=True), (ROWS, C)).to(bits.dtype)
-        partner = partner.to(tl.float32, bitcast=True) if x.dtype == tl.float32 else partner
+        if x.dtype != tl.int16:
+            partner = partner.to(x.dtype, bitcast=True)
         sin = tl.where((group // 2 % 2 == 0)[None, :], -sin, sin)
         out = widen(x, NATIVE) * cos + widen(partner, NATIVE) * sin
     else:
