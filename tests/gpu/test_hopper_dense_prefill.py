@@ -104,6 +104,19 @@ def test_a_sequence_does_not_depend_on_the_others() -> None:
         cases.assert_same(alone, part)
 
 
+@pytest.mark.parametrize("argument", ["q", "k", "v"])
+def test_rows_that_are_all_the_same_memory(argument: str) -> None:
+    """Expanded over the tokens, at the distance 0: the bits of a copy."""
+    inputs = cases.draw(cases.RAGGED, DEVICE)
+    rows = getattr(inputs, argument)
+    expanded = rows[:1].expand(rows.shape)
+    copied = run(
+        cases.RAGGED, dataclasses.replace(inputs, **{argument: expanded.contiguous()}), BF16
+    )
+    found = run(cases.RAGGED, dataclasses.replace(inputs, **{argument: expanded}), BF16)
+    cases.assert_same(found, copied)
+
+
 def test_long_sequences_many_times() -> None:
     """Races would show as different bits; a tile order that loses a tile, as poison."""
     problem = cases.Problem((4096, 4000), (4096, 4096), before=0)

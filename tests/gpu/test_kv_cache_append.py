@@ -40,6 +40,35 @@ def test_bytes_of_norm_and_rotation(cache: CacheCase, rows: int, kind: str) -> N
     assert_append_equals_cpu(cache, latent, slots, fused_options(kind, rows), 30, 64)
 
 
+@pytest.mark.parametrize("kind", ["interleaved", "half"])
+@pytest.mark.parametrize("rows", [33, 1500])
+@pytest.mark.parametrize("cache", CACHES, ids=cache_id)
+def test_bytes_of_rotated_float16(cache: CacheCase, rows: int, kind: str) -> None:
+    """Without a norm, whose result is bfloat16, the kernel turns the type of the rows."""
+    latent = hostile_latents(rows, cache.d_qk, torch.float16)
+    slots = torch.randperm(30 * 64)[:rows]
+    assert_append_equals_cpu(cache, latent, slots, fused_options(kind, rows), 30, 64)
+
+
+def test_slots_that_are_far_apart() -> None:
+    """The rest of a tile of slots reaches 2**31 elements from its first."""
+    rows, distance = 2100, 2**20
+    free, _ = torch.cuda.mem_get_info()
+    if free < 9 * 2**30:
+        pytest.skip(f"needs 9 GiB of free device memory, has {free / 2**30:.1f}")
+    given = torch.arange(rows, dtype=torch.int32)
+    given[2090] = 2050
+    slots = torch.empty(rows * distance, dtype=torch.int32, device=CUDA)[::distance]
+    slots.copy_(given)
+    latent = torch.randn(rows, 512).bfloat16()
+    caches = [poisoned_cache(CacheCase("V41", 512), 40, 64) for _ in range(2)]
+    kv_format = mlacast.KvFormat.V41
+    mlacast.kv_cache_append(latent, given, caches[0], kv_format, backend="reference")
+    on_device = copy_storage(caches[1])
+    mlacast.kv_cache_append(latent.to(CUDA), slots, on_device, kv_format, backend="triton")
+    assert torch.equal(storage_bytes(on_device).cpu(), storage_bytes(caches[0]))
+
+
 @pytest.mark.parametrize("distinct", [1, 7, 900, 9000])
 def test_the_lowest_row_wins_among_many(distinct: int) -> None:
     latent = torch.randn(9000, 512).bfloat16()

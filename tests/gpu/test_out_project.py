@@ -120,6 +120,21 @@ def test_hopper_products(case: FormatCase, kind: str, variant: Variant) -> None:
 
 @needs_hopper
 @pytest.mark.usefixtures("end_hanging_process")
+@pytest.mark.parametrize("tokens", [5, 200])
+def test_columns_that_are_all_the_same_memory(tokens: int) -> None:
+    """Weights expanded over the columns, at the distance 0: the bits of a copy."""
+    weights = projections.draw_weights("bytes_32", (2, 200, 1024), CUDA)
+    expanded = weights.weight[:, :1].expand(weights.weight.shape)
+    out = fill(MXFP8_HEAD, tokens, 2, 1024)
+    results = []
+    for weight in (expanded, expanded.contiguous()):
+        one = projections.Weights(weight, weights.weight_sf, weights.values)
+        results.append(multiply_on_hopper(out, one))
+    assert torch.equal(*results)
+
+
+@needs_hopper
+@pytest.mark.usefixtures("end_hanging_process")
 @pytest.mark.parametrize("kind", ["blocks_128", "bytes_32", "words_32"])
 @pytest.mark.parametrize("case", [MXFP8_HEAD, F128], ids=case_id)
 def test_hopper_linear(case: FormatCase, kind: str) -> None:

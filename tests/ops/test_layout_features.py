@@ -140,6 +140,14 @@ def test_heads_of_a_packed_prefill_that_32_bits_do_not_reach(argument: int) -> N
     assert required == {"out:bf16", "heads:far_apart"}
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.1, 1e-50])
+def test_scales_of_a_packed_prefill_that_do_not_keep_the_order(scale: float) -> None:
+    q, k, v = (torch.empty(3, 4, width, dtype=torch.bfloat16) for width in (192, 192, 128))
+    required = dense_mla_prefill.required_features(q, k, v, scale, "bf16", 512)
+    assert required == {"out:bf16", "sm_scale:not_positive"}
+    assert dense_mla_prefill.required_features(q, k, v, 1e-30, "bf16", 512) == {"out:bf16"}
+
+
 def test_scale_bytes_of_a_packed_prefill_that_are_no_words() -> None:
     q, k, v = (torch.empty(3, 4, width, dtype=torch.bfloat16) for width in (192, 192, 128))
     scales = torch.empty(128 * 32 + 4, dtype=torch.uint8)
