@@ -236,6 +236,9 @@ def test_the_kernel_of_a_hopper_projection() -> None:
     assert given == product_plan(sizes, words, words, 132, TWO_LOADERS)
     wide = FewPlan(64, 64, 10, 32, 16)
     assert choose_product(sizes, words, words, 132, wide) == wide
+    for other in (wide._replace(block_m=32), wide._replace(steps=31)):
+        with pytest.raises(AssertionError):
+            choose_product(sizes, words, words, 132, other)
 
 
 GROUPS_128 = OutputConfig(2, 128, 4096, False, 1e-10, 0)

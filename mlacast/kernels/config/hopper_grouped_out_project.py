@@ -142,11 +142,13 @@ def choose_product(
     with words of scales on both sides. Arguments as in ``product_plan``; ``variant`` may be a plan
     of either.
     """
+    tokens, _, _, features = sizes
     if isinstance(variant, FewPlan):
+        assert tokens <= variant.block_m, "a program holds all tokens"
+        assert features == 128 * variant.steps, "the kernel is built for a number of steps"
         return variant
     plan = product_plan(sizes, sf, weight_sf, multiprocessors, variant)
     has_words = plan.product.x_bytes and plan.product.weight_bytes
     if variant is None and plan.variant == TWO_LOADERS and has_words:
-        tokens, _, _, features = sizes
         return plan_few(tokens, features) or plan
     return plan
