@@ -113,11 +113,13 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         h_q: int,
         width: int,
         multiprocessors: int,
+        shared_memory: int,
         num_splits: int | None,
         batch_invariant: bool,
     ) -> PortableDecodePlan:
-        splits = num_splits or 3
-        return portable_decode_plan(s_q, h_q, width, multiprocessors, splits, batch_invariant)
+        return portable_decode_plan(
+            s_q, h_q, width, multiprocessors, shared_memory, num_splits or 3, batch_invariant
+        )
 
     monkeypatch.setattr(sparse_mla_decode, "portable_decode_plan", plan_three_splits)
     properties = SimpleNamespace(multi_processor_count=132)

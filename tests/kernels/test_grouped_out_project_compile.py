@@ -33,6 +33,8 @@ FORMATS = {
 }
 WEIGHTS = {
     "plain": (0, "*bf16", "*bf16"),
+    "float32": (0, "*fp32", "*fp32"),
+    "float16": (0, "*fp16", "*fp16"),
     "blocks": (1, "*u8", "*fp32"),
     "groups": (2, "*u8", "*i32"),
 }
@@ -45,7 +47,9 @@ def _compile(format: str, weights: str, tokens: int, capability: int, chunk32: b
     native = capability >= 89
     fp8_product = native and config._can_multiply_codes(kind, weight_kind)
     chosen = config.choose_variant(tokens, fp8_product)
-    variant, product = config._fit(chosen, kind, group, weight_kind, in_float32=False)
+    in_float32 = weights in ("float32", "float16")
+    shared_memory = gates.SHARED_LIMIT[capability]
+    variant, product = config._fit(chosen, kind, group, weight_kind, in_float32, shared_memory)
     constants = {
         "SUMMED_GROUPS": 1,
         "TILES": variant,
@@ -59,7 +63,7 @@ def _compile(format: str, weights: str, tokens: int, capability: int, chunk32: b
         "scale_ptr": scale,
         "weight_ptr": weight_type,
         "weight_sf_ptr": weight_scales,
-        "out_ptr": "*bf16",
+        "out_ptr": weight_type if weight_kind == 0 else "*bf16",
     }
     kernel = portable._project_kernel
     names = kernel.arg_names
@@ -112,6 +116,16 @@ def test_portable_kernel_compiles_within_limits(
     assert set(re.findall(r"\b(HGMMA|QGMMA|HMMA)\b", sass)) == {product}
     # Codes come in pieces of 16 bytes.
     assert re.search(r"LDGSTS\.E(?:\.\w+)*\.128", sass)
+
+
+@pytest.mark.parametrize("weights", ["plain", "float32", "float16"])
+@pytest.mark.parametrize("capability", [80, 89])
+def test_portable_kernel_of_many_tokens_fits_where_little_memory_is_shared(
+    weights: str, capability: int
+) -> None:
+    """Values in bfloat16, which are wider than any code."""
+    compiled = _compile("bf16", weights, 4096, capability)
+    assert compiled.metadata.shared <= gates.SHARED_LIMIT[capability]
 
 
 def test_portable_kernel_reads_chunk32_in_pieces_of_16_bytes(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ from mlacast.kernels.config.sparse_attention import (
 )
 from mlacast.kernels.config.v_up_project import v_up_config
 
-LARGE = 227 << 10
+LARGE, SMALL = 227 << 10, 99 << 10
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 
@@ -78,7 +78,7 @@ def test_no_program_of_decode_metadata_holds_more() -> None:
 def test_a_portable_decode_has_no_more_splits_than_blocks(
     num_splits: int | None, plan: PortableDecodePlan
 ) -> None:
-    assert portable_decode_plan(32, 24, 640, 132, num_splits, False) == plan
+    assert portable_decode_plan(32, 24, 640, 132, LARGE, num_splits, False) == plan
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,18 @@ def test_plans_of_calls_are_made_of_the_multiprocessors_of_their_device(
 ) -> None:
     """One token of 16 heads and 20 blocks of 32 keys, of which a split takes two at least."""
     monkeypatch.setattr(sparse_attention, "num_multiprocessors", {GPU: 132, CPU: 1}.__getitem__)
+    monkeypatch.setattr(sparse_attention, "shared_memory_of", {GPU: SMALL, CPU: LARGE}.__getitem__)
     assert plan_portable_decode(1, 16, 640, GPU, False) == 10
     assert plan_portable_decode(1, 16, 640, CPU, False) == 1
+    # 64 heads are four tiles where little memory is shared.
+    assert plan_portable_decode(4, 64, 640, GPU, False) == 132 // 16
+
+
+def test_a_portable_decode_that_shares_little_memory() -> None:
+    """Whatever its heads, 16 of them a tile."""
+    plan = portable_decode_plan(3, 100, 640, 132, SMALL, 5, False)
+    assert plan == PortableDecodePlan(TileConfig(16, 32, 4, 2), 5, 21)
+    assert portable_decode_plan(3, 100, 640, 132, LARGE, 5, False).tiles.block_h == 64
 
 
 @pytest.mark.parametrize("has_length", [False, True])
@@ -262,8 +272,26 @@ def test_numbers_are_multiplied_as_what_holds_them(
     weight: torch.dtype, device: str, in_float32: bool
 ) -> None:
     weights = torch.empty(1, 1, 1, dtype=weight, device=device)
-    _, product = plan_product(TO_NVFP4, weights, None, True, 64)
+    _, product = plan_product(TO_NVFP4, weights, None, True, 64, LARGE)
     assert product.in_float32 is in_float32
+
+
+@pytest.mark.parametrize(
+    ("weight", "shared_memory", "stages"),
+    # An H200, an A100, an L40S.
+    [
+        (torch.float32, LARGE, 4),
+        (torch.float32, 163 << 10, 2),
+        (torch.float16, SMALL, 2),
+        (torch.bfloat16, SMALL, 4),
+    ],
+)
+def test_float32_operands_have_fewer_stages_where_they_would_not_fit(
+    weight: torch.dtype, shared_memory: int, stages: int
+) -> None:
+    weights = torch.empty(1, 1, 1, dtype=weight, device=META)
+    variant, _ = plan_product(TO_NVFP4, weights, None, True, 4096, shared_memory)
+    assert variant.num_stages == stages
 
 
 @pytest.mark.parametrize(
@@ -286,7 +314,7 @@ def test_codes_are_multiplied_where_scales_are_of_whole_blocks(
 ) -> None:
     weights = torch.empty(1, 1, 1, dtype=torch.float8_e4m3fn, device=META)
     weight_sf = None if scales is None else torch.empty(1, 1, 1, dtype=scales, device=META)
-    variant, product = plan_product(source, weights, weight_sf, native, 64)
+    variant, product = plan_product(source, weights, weight_sf, native, 64, LARGE)
     assert product.multiplies_codes is multiplies_codes
     assert (variant.block_m, variant.block_n, variant.block_k) == (64, 64, block_k)
     assert product.w_factor is (scales == torch.float32)

@@ -28,7 +28,7 @@ from mlacast.kernels.triton import sparse_mla_decode, sparse_mla_prefill  # noqa
 from tests.kernels.sm90_build import disassemble  # noqa: E402
 
 # Shared memory a block may have: 227 KB on compute capability 9.0, 163 KB on 8.0.
-SHARED_LIMIT = {90: 227 * 1024, 80: 163 * 1024}
+SHARED_LIMIT = {90: 227 * 1024, 89: 99 * 1024, 80: 163 * 1024}
 
 STORE = {"OUTPUT": OutputConfig(4, 32, 4096, True, 1e-4, 0)}
 TO_FP8 = {"OUTPUT": OutputConfig(4, 128, 4096, False, 1e-4, 0)}
@@ -128,6 +128,22 @@ CONFIGURATIONS = (
         {**QUERY, **TO_FP8, **FP8_POOL, "QUERY": QueryConfig(512), "EXTRA": FP8},
         {"q_ptr": "*u8"},
     ),
+    # What shares little memory has small tiles, whatever the heads; these take most of it.
+    Configuration("prefill_h64_sm89", PREFILL, 64, {**QUERY, **STORE}, capability=89),
+    Configuration("decode_h64_v4_v4_sm89", DECODE, 64, {**QUERY, **STORE, **TWO_POOLS}, {}, 89),
+    Configuration(
+        "decode_h64_v32_sm89",
+        DECODE,
+        64,
+        {
+            **WIDE_QUERY,
+            **STORE,
+            **SPLIT,
+            "POOL": PoolConfig("v32", has_length=True),
+            "EXTRA": None,
+        },
+        capability=89,
+    ),
     Configuration("combine", COMBINE, 0, {"END": QUERY["END"], **STORE}),
 )
 
@@ -152,7 +168,7 @@ def _compile(configuration: Configuration) -> Any:
     kernel, constants = configuration.kernel, dict(configuration.constants)
     options: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
     if configuration.heads:
-        tile = tile_config(configuration.heads)
+        tile = tile_config(configuration.heads, SHARED_LIMIT[configuration.capability])
         constants.update(TILES=tile)
         options.update(num_warps=tile.num_warps, num_stages=tile.num_stages)
     else:

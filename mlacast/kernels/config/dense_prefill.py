@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
-import torch
+from mlacast.kernels.config.shared_memory import LARGE_SHARED_MEMORY
 
 # Bytes of a key and its value, in bfloat16.
 _KEY_BYTES = (192 + 128) * 2
 # Keys and values of the heads that are worked on at a time should stay in the cache: half of what
 # the smallest GPU in question has.
 _CACHE_BYTES = 16 << 20
-_LARGE_SHARED_MEMORY = 160 << 10
 _LOG2_E = 1.4426950408889634
 _LEAST_FLOAT32 = 2.0**-149
 
@@ -56,7 +54,7 @@ def prefill_config(max_seqlen_q: int, shared_memory: int) -> PrefillConfig:
         max_seqlen_q: Most query tokens of a sequence.
         shared_memory: Bytes of shared memory that a program may have.
     """
-    if shared_memory < _LARGE_SHARED_MEMORY:
+    if shared_memory < LARGE_SHARED_MEMORY:
         return PrefillConfig(block_m=64, block_n=32, num_warps=4, num_stages=2)
     if max_seqlen_q <= 64:
         # Two programs fit a multiprocessor.
@@ -122,15 +120,4 @@ def prefill_plan(
         num_heads // kv_heads,
         heads_at_a_time(num_heads, kv_heads, max_seqlen_k),
         *score_scale(softmax_scale),
-    )
-
-
-@functools.cache
-def shared_memory_of(device: torch.device) -> int:
-    """Bytes of shared memory that a program may have; as on an H200 where there is no GPU."""
-    if device.type != "cuda":
-        return 227 << 10
-    properties = torch.cuda.get_device_properties(device)
-    return int(
-        getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
     )

@@ -13,6 +13,8 @@ _PLAIN, _BLOCKS_128, _GROUPS_32 = 0, 1, 2
 _FP8_UE8M0, _NVFP4 = 4, 5
 # Up to so many tokens a program holds them all.
 _FEW_TOKENS = 64
+# What float32 operands of the larger tile take with all of its stages, in most formats less.
+_FLOAT32_BYTES = 176 << 10
 
 
 class ProductConfig(NamedTuple):
@@ -72,9 +74,14 @@ def _can_multiply_codes(kind: int, weight_kind: int) -> bool:
 
 
 def _fit(
-    variant: Variant, kind: int, group: int, weight_kind: int, in_float32: bool
+    variant: Variant,
+    kind: int,
+    group: int,
+    weight_kind: int,
+    in_float32: bool,
+    shared_memory: int,
 ) -> tuple[Variant, ProductConfig]:
-    """Cut the steps to what the scales allow, and say what multiplies where."""
+    """Cut the steps to what scales and shared memory allow, and say what multiplies where."""
     # Codes with scales, which are none for one scale per tensor.
     has_groups = kind in (2, 3, 4)
     fp8_product = variant.fp8_product and _can_multiply_codes(kind, weight_kind)
@@ -85,6 +92,9 @@ def _fit(
         block_k = 64
     if x_factor:
         block_k = min(block_k, group)
+    stages = variant.num_stages
+    if in_float32 and shared_memory < _FLOAT32_BYTES:
+        stages = min(stages, 2)
     product = ProductConfig(
         weight_kind,
         multiplies_codes=fp8_product,
@@ -94,7 +104,7 @@ def _fit(
         w_factor=weight_kind == _BLOCKS_128,
         in_float32=in_float32,
     )
-    return variant._replace(block_k=block_k), product
+    return variant._replace(block_k=block_k, num_stages=stages), product
 
 
 def plan_product(
@@ -103,6 +113,7 @@ def plan_product(
     weight_sf: torch.Tensor | None,
     native: bool,
     num_tokens: int,
+    shared_memory: int,
     variant: Variant | None = None,
 ) -> tuple[Variant, ProductConfig]:
     """Tile and product of a buffer and weights with these scales, or none.
@@ -113,6 +124,7 @@ def plan_product(
         weight_sf: Its scales, of which the dtype is looked at, or None.
         native: Whether the matrix unit knows e4m3.
         num_tokens: Tokens of the buffer.
+        shared_memory: Bytes of shared memory that a program may have.
         variant: A tile to be cut; None for the usual one.
     """
     weight_kind = _PLAIN
@@ -123,4 +135,4 @@ def plan_product(
     variant = variant._replace(fp8_product=variant.fp8_product and fp8_product)
     # Rounded to bfloat16 such weights would lose bits; nor does a CPU multiply that.
     in_float32 = weight.dtype in (torch.float32, torch.float16) or weight.device.type == "cpu"
-    return _fit(variant, source.kind, source.group, weight_kind, in_float32)
+    return _fit(variant, source.kind, source.group, weight_kind, in_float32, shared_memory)

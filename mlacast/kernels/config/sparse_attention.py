@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from mlacast.kernels.config.shared_memory import LARGE_SHARED_MEMORY, shared_memory_of
+
 # Rows (token, head) up to which the merge of splits has few warps on a multiprocessor.
 _FEW_ROWS = 1024
 
@@ -158,9 +160,15 @@ def ring_config(d_qk: int, has_codes: bool) -> RingConfig:
     return RingConfig(5 if has_room else 4, has_room, dequant_registers=48)
 
 
-def tile_config(num_heads: int) -> TileConfig:
-    """Pick a tile for ``num_heads`` query heads; pure, so results do not depend on tuning."""
-    if num_heads <= 16:
+def tile_config(num_heads: int, shared_memory: int) -> TileConfig:
+    """Pick a tile; pure, so results do not depend on tuning.
+
+    Args:
+        num_heads: Query heads.
+        shared_memory: Bytes of shared memory that a program may have. Where that is little only the
+            smallest tile fits every format and 576 dimensions.
+    """
+    if num_heads <= 16 or shared_memory < LARGE_SHARED_MEMORY:
         return TileConfig(block_h=16, block_n=32, num_warps=4, num_stages=2)
     if num_heads <= 32:
         return TileConfig(block_h=32, block_n=32, num_warps=4, num_stages=2)
@@ -210,7 +218,8 @@ def plan_portable_decode(
     s_q: int, h_q: int, width: int, device: torch.device, batch_invariant: bool
 ) -> int:
     """Splits that the portable decode picks for ``width`` index columns of both lists."""
-    return _portable_splits(s_q, h_q, width, num_multiprocessors(device), batch_invariant)
+    tiles = tile_config(h_q, shared_memory_of(device))
+    return _portable_splits(s_q, h_q, width, tiles, num_multiprocessors(device), batch_invariant)
 
 
 def plan_hopper_decode(
@@ -221,11 +230,10 @@ def plan_hopper_decode(
 
 
 def _portable_splits(
-    s_q: int, h_q: int, width: int, multiprocessors: int, batch_invariant: bool
+    s_q: int, h_q: int, width: int, tiles: TileConfig, multiprocessors: int, batch_invariant: bool
 ) -> int:
-    config = tile_config(h_q)
-    programs = s_q * -(-h_q // config.block_h)
-    return choose_num_splits(programs, width, config.block_n, multiprocessors, batch_invariant)
+    programs = s_q * -(-h_q // tiles.block_h)
+    return choose_num_splits(programs, width, tiles.block_n, multiprocessors, batch_invariant)
 
 
 def _hopper_splits(
@@ -285,12 +293,15 @@ def portable_decode_plan(
     h_q: int,
     width: int,
     multiprocessors: int,
+    shared_memory: int,
     num_splits: int | None,
     batch_invariant: bool,
 ) -> PortableDecodePlan:
     """Plan a launch over ``width`` index columns of both lists; ``num_splits`` as in the call."""
-    tiles = tile_config(h_q)
-    splits = num_splits or _portable_splits(s_q, h_q, width, multiprocessors, batch_invariant)
+    tiles = tile_config(h_q, shared_memory)
+    splits = num_splits or _portable_splits(
+        s_q, h_q, width, tiles, multiprocessors, batch_invariant
+    )
     # No more splits than blocks; but two stay two, so that a narrower list runs the same variant.
     splits = min(splits, max(-(-width // tiles.block_n), 2))
     return PortableDecodePlan(tiles, splits, s_q * -(-h_q // tiles.block_h))

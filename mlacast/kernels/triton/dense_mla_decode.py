@@ -36,6 +36,7 @@ from mlacast.kernels.common.sparse_attention import (
 from mlacast.kernels.common.store import Target
 from mlacast.kernels.common.targets import store_target
 from mlacast.kernels.config.attention import end_config, pool_config, query_config
+from mlacast.kernels.config.shared_memory import shared_memory_of
 from mlacast.kernels.config.sparse_attention import num_multiprocessors, portable_decode_plan
 
 # Counts and strides that vary while serving must not pick another variant of the kernel.
@@ -210,7 +211,13 @@ def launch_dense_mla_decode(
     launches = Launches(q.device, target)
     width = page_table.shape[1] * k_cache.shape[1]
     plan = portable_decode_plan(
-        num_tokens, num_heads, width, num_multiprocessors(q.device), num_splits, False
+        num_tokens,
+        num_heads,
+        width,
+        num_multiprocessors(q.device),
+        shared_memory_of(q.device),
+        num_splits,
+        False,
     )
     tiles, splits, programs = plan
     partials = split_places(splits, num_tokens * num_heads, lse, None, launches)

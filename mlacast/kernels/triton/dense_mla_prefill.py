@@ -13,7 +13,8 @@ from mlacast.kernels.common.fp8_casts import has_fp8_casts
 from mlacast.kernels.common.launch import Launches
 from mlacast.kernels.common.store import Padding, Target, packs_products, store_rows
 from mlacast.kernels.common.targets import store_target
-from mlacast.kernels.config.dense_prefill import prefill_plan, shared_memory_of
+from mlacast.kernels.config.dense_prefill import prefill_plan
+from mlacast.kernels.config.shared_memory import shared_memory_of
 
 LN_2 = tl.constexpr(0.6931471805599453)
 # Sequences whose bounds are read at a time.

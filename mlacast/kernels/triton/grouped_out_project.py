@@ -27,6 +27,7 @@ from mlacast.kernels.common.project_operands import (
 from mlacast.kernels.common.store import FP8_TENSOR, NVFP4
 from mlacast.kernels.common.targets import store_target
 from mlacast.kernels.config.grouped_out_project import Variant, plan_product
+from mlacast.kernels.config.shared_memory import shared_memory_of
 
 # Counts and strides that vary while serving must not pick another variant of the kernel.
 _VARYING = [
@@ -169,7 +170,10 @@ def _launch(
     target = store_target(out)
     source = target.config
     given_sf = None if weight_sf is None else weight_sf[0]
-    variant, product = plan_product(source, weight[0], given_sf, native, tokens, variant)
+    shared_memory = shared_memory_of(device)
+    variant, product = plan_product(
+        source, weight[0], given_sf, native, tokens, shared_memory, variant
+    )
     launches = Launches(device, target)
     codes = weight[1] if weight_sf is None else weight[1].view(torch.uint8)
     codes = launches.inside(weight[0], codes)

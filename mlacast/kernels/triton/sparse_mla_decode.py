@@ -44,6 +44,7 @@ from mlacast.kernels.common.sparse_attention import (
 from mlacast.kernels.common.store import Target
 from mlacast.kernels.common.targets import store_target
 from mlacast.kernels.config.attention import end_config, pool_config, query_config
+from mlacast.kernels.config.shared_memory import shared_memory_of
 from mlacast.kernels.config.sparse_attention import num_multiprocessors, portable_decode_plan
 
 # Counts and strides that vary while serving must not pick another variant of the kernel, nor must
@@ -355,7 +356,13 @@ def launch_sparse_mla_decode(
     extra = extra_pool(extra_k_cache, extra_indices, extra_topk_length, extra_kv_format)
     width = indices.shape[1] + (0 if extra is None else extra.indices.shape[1])
     plan = portable_decode_plan(
-        num_tokens, num_heads, width, num_multiprocessors(q.device), num_splits, batch_invariant
+        num_tokens,
+        num_heads,
+        width,
+        num_multiprocessors(q.device),
+        shared_memory_of(q.device),
+        num_splits,
+        batch_invariant,
     )
     tiles, splits, programs = plan
     partials = split_places(splits, num_tokens * num_heads, lse, workspace, launches)

@@ -22,6 +22,7 @@ from mlacast.kernels.common.sparse_attention import (
 from mlacast.kernels.common.store import Target, store_output
 from mlacast.kernels.common.targets import store_target
 from mlacast.kernels.config.attention import end_config, query_config, rows_config
+from mlacast.kernels.config.shared_memory import shared_memory_of
 from mlacast.kernels.config.sparse_attention import tile_config
 
 # Counts and strides that vary while serving must not pick another variant of the kernel.
@@ -182,7 +183,7 @@ def launch_sparse_mla_prefill(
     """Fill ``out``, ``max_logits`` and ``lse``; arguments as in ``mlacast.sparse_mla_prefill``."""
     num_tokens, num_heads, d_qk = q.shape
     target = store_target(out)
-    tiles = tile_config(num_heads)
+    tiles = tile_config(num_heads, shared_memory_of(q.device))
     grid = (num_tokens * triton.cdiv(num_heads, tiles.block_h),)
     launches = Launches(q.device, target)
     launches.launch(
