@@ -24,6 +24,9 @@ pytest.importorskip("triton", reason="the portable kernels need triton")
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from mlacast.kernels.common import combine_splits  # noqa: E402
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_kernel import (  # noqa: E402
+    sparse_mla_decode_few_kernel,
+)
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_fp8_kernel import (  # noqa: E402
     sparse_mla_decode_fp8_kernel,
 )
@@ -48,6 +51,7 @@ KERNELS = (
     decode_metadata._decode_metadata_kernel,
     sparse_mla_prefill_kernel,
     sparse_mla_decode_kernel,
+    sparse_mla_decode_few_kernel,
     sparse_mla_decode_fp8_kernel,
     merge_splits_kernel,
 )

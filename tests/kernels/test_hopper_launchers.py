@@ -110,7 +110,8 @@ def test_tiles_of_heads_cover_all_and_say_whether_they_are_full(heads: int, told
     _prefill(heads, 576)
     for launch in told:
         assert launch["WORK"].head_blocks == (heads + 63) // 64
-        assert launch["WORK"].full_tiles == (heads in (64, 128))
+        rows = 16 if launch["kernel"] == "sparse_mla_decode_few_kernel" else 64
+        assert launch["WORK"].full_tiles == (heads % rows == 0)
         assert launch["num_heads"] == heads
 
 
@@ -254,6 +255,27 @@ def test_other_queries_over_such_caches_are_multiplied_in_bfloat16(d_qk: int, to
     (launch,) = told
     assert launch["kernel"] == "sparse_mla_decode_kernel" and launch["q_ptr"] is q
     assert (launch["stride_q_token"], launch["stride_q_head"]) == (16 * d_qk, d_qk)
+
+
+@pytest.mark.parametrize("heads", [16, 5])
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_few_heads_are_one_program_a_token_unless_split(
+    heads: int, num_splits: int, told: Told
+) -> None:
+    sink, positions = torch.zeros(heads), _rope()
+    _decode(heads, num_splits=num_splits, attn_sink=sink, rope=positions)
+    launch = told[0]
+    if num_splits > 1:
+        assert [step["kernel"] for step in told] == [
+            "sparse_mla_decode_kernel",
+            "merge_splits_kernel",
+        ]
+        return
+    assert launch["kernel"] == "sparse_mla_decode_few_kernel" and len(told) == 1
+    assert launch["grid"] == (2,) == (launch["num_tokens"],)
+    assert launch["WORK"] == (1, heads == 16, False) and launch["num_heads"] == heads
+    assert launch["sink_ptr"] is sink and launch["END"].has_sink
+    assert launch["positions_ptr"] is positions.positions
 
 
 def test_strides_of_codes_count_16_bytes(told: Told) -> None:

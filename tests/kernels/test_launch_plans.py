@@ -39,6 +39,8 @@ from mlacast.kernels.config.sparse_attention import (
     PrefillWork,
     TileConfig,
     WorkConfig,
+    few_heads_work,
+    has_few_heads,
     hopper_decode_plan,
     plan_portable_decode,
     portable_decode_plan,
@@ -95,6 +97,52 @@ def test_a_hopper_decode_has_no_more_programs_than_multiprocessors(
     num_tokens: int, num_splits: int | None, plan: HopperDecodePlan
 ) -> None:
     assert hopper_decode_plan(num_tokens, 65, 640, 132, num_splits, False) == plan
+
+
+_V4, _V41, _FP4 = (PoolConfig(name) for name in ("v4", "v41", "v41_fp4"))
+_PACKED = OutputConfig(4, 32, 4096, False, 1e-4, 0)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "is_split", "pool", "extra", "kind", "chosen"),
+    [
+        (16, False, _V4, _V4._replace(has_length=True), 4, True),
+        (1, False, _V41._replace(is_inline=True), None, 0, True),
+        (8, False, _V41, _V41._replace(is_inline=True), 5, True),
+        (17, False, _V4, _V4, 4, False),
+        (16, True, _V4, _V4, 4, False),
+        (16, False, _V41, _FP4, 4, False),
+        (16, False, PoolConfig("v32"), None, 4, False),
+        (16, False, PoolConfig("fp8_512"), None, 4, False),
+        (16, False, _V4, _V4, 2, False),
+    ],
+    ids=[
+        "two pools",
+        "one",
+        "both placements",
+        "heads",
+        "splits",
+        "fp4",
+        "v32",
+        "fp8",
+        "float32 scales",
+    ],
+)
+def test_few_heads_have_a_kernel_of_their_own(
+    num_heads: int,
+    is_split: bool,
+    pool: PoolConfig,
+    extra: PoolConfig | None,
+    kind: int,
+    chosen: bool,
+) -> None:
+    output = _PACKED._replace(kind=kind)
+    assert has_few_heads(num_heads, is_split, pool, extra, output) is chosen
+
+
+@pytest.mark.parametrize(("num_heads", "is_full"), [(16, True), (8, False), (15, False)])
+def test_a_token_of_few_heads_is_one_tile_of_16(num_heads: int, is_full: bool) -> None:
+    assert few_heads_work(num_heads) == WorkConfig(1, is_full, False)
 
 
 def test_plans_of_calls_are_made_of_the_multiprocessors_of_their_device(

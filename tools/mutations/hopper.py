@@ -11,6 +11,7 @@ from tools.mutations.fault import Fault
 _SM90 = "mlacast/kernels/gluon/sm90/"
 _DECODE = "tests/gpu/test_hopper_decode.py::test_one_split_against_float64"
 _SPLITS = "tests/gpu/test_hopper_decode.py::test_splits_against_float64"
+_FEW_HEADS = "tests/gpu/test_hopper_decode_few.py::"
 _CACHES = "tests/gpu/test_hopper_decode.py::test_caches"
 _CODES = (
     "tests/gpu/test_fp8_decode.py::"
@@ -51,6 +52,60 @@ HOPPER = (
         "mask=column < length, other=-1",
         "mask=column < length, other=0",
         ("tests/gpu/test_hopper_decode.py::test_lists_that_are_no_whole_blocks[widths0]",),
+    ),
+    Fault(
+        "h-few-order-of-dimensions",
+        "sparse_mla_decode",
+        "the query's unscaled dimensions of V4 are ordered as those of codes",
+        _SM90 + "sparse_mla_decode_few_layouts.py",
+        'if FORMAT == "v4" and GROUP == 7 else',
+        'if FORMAT == "v4" and GROUP == 8 else',
+        (_FEW_HEADS + "test_against_float64[v4-bf16]",),
+    ),
+    Fault(
+        "h-few-masked-keys",
+        "sparse_mla_decode",
+        "keys count by the slots of the block after theirs",
+        _SM90 + "sparse_mla_decode_few_decode.py",
+        "valid = places[2]\n        places = next_places",
+        "places = next_places\n        valid = places[2]",
+        (_FEW_HEADS + "test_against_float64[v4-bf16]",),
+    ),
+    Fault(
+        "h-few-rescaled-columns",
+        "sparse_mla_decode",
+        "of an accumulator's columns the last one decides nothing",
+        "mlacast/kernels/common/sm90_rescale.py",
+        "columns = (0, 1, 4, 5)",
+        "columns = (0, 1, 4)",
+        (_FEW_HEADS + "test_scores_that_grow_along_a_row[v4-bf16]",),
+    ),
+    Fault(
+        "h-few-scales-of-v41",
+        "sparse_mla_decode",
+        "both halves of a record have the scales of the first",
+        _SM90 + "sparse_mla_decode_few_decode.py",
+        "UNIT if count_scale_words(FORMAT) == 4 else 0",
+        "0 if count_scale_words(FORMAT) == 4 else 0",
+        (_FEW_HEADS + "test_against_float64[v41-inline-h5]",),
+    ),
+    Fault(
+        "h-few-rotation",
+        "sparse_mla_decode",
+        "the query is rotated by the negative angles",
+        _SM90 + "sparse_mla_decode_few_softmax.py",
+        "rotate_end(wide, cos, -sin,",
+        "rotate_end(wide, cos, sin,",
+        (_FEW_HEADS + "test_against_float64[v4-v4-fused]",),
+    ),
+    Fault(
+        "h-few-empty-row",
+        "sparse_mla_decode",
+        "an empty row is what the table makes of it",
+        _SM90 + "sparse_mla_decode_few_end.py",
+        "gl.where(dead, 0.0, x),",
+        "x,",
+        (_FEW_HEADS + "test_an_empty_token_ignores_what_it_has[angles]",),
     ),
     Fault(
         "h-decode-extra-pool",

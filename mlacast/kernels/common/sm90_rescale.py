@@ -21,6 +21,22 @@ def _write_program(COUNT):
 
 
 @gluon.constexpr_function
+def _write_column_program():
+    """``_write_program`` of 16 accumulators: the thread's four columns, of 16, have the factors."""
+    columns = (0, 1, 4, 5)
+    tests = "".join(
+        f"setp.neu.{'or.' if column else ''}f32 some, ${32 + column}, 0f3F800000"
+        f"{', some' if column else ''}; "
+        for column in columns
+    )
+    products = "".join(f"mul.f32 ${i}, ${i}, ${32 + (i & 5)}; " for i in range(16))
+    return (
+        f"{{ .reg .pred some; {tests}vote.sync.any.pred some, some, 0xffffffff; "
+        f"@!some bra DONE; {products}DONE: }}"
+    )
+
+
+@gluon.constexpr_function
 def _list_operands(COUNT):
     """Accumulators in place, then the factor of each."""
     return ",".join(["=f"] * COUNT + [str(i) for i in range(COUNT)] + ["f"] * COUNT)
@@ -39,4 +55,17 @@ def rescale(o, alpha, COUNT: gl.constexpr):
         dtype=gl.float32,
         is_pure=False,
         pack=COUNT,
+    )
+
+
+@gluon.jit
+def rescale_columns(o, alpha):
+    """``o * alpha[None, :]``, [128, 16] and [16]; as ``rescale``."""
+    return gl.inline_asm_elementwise(
+        _write_column_program(),
+        _list_operands(16),
+        [o, alpha[None, :]],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=16,
     )

@@ -7,8 +7,12 @@ from typing import NamedTuple
 
 import torch
 
+from mlacast.kernels.config.attention import PoolConfig
+from mlacast.kernels.config.output import OutputConfig
 from mlacast.kernels.config.shared_memory import LARGE_SHARED_MEMORY, shared_memory_of
 
+# Heads up to which they are columns of a tile of the Hopper decode, not rows of one of 64.
+FEW_HEADS = 16
 # Rows (token, head) up to which the merge of splits has few warps on a multiprocessor.
 _FEW_ROWS = 1024
 
@@ -144,6 +148,34 @@ def prefill_576_plan(num_tokens: int, num_heads: int, multiprocessors: int) -> P
     """Plan a Hopper prefill of 576 dimensions."""
     work = work_config(num_heads, num_splits=1)
     return PrefillPlan(work, min(num_tokens * work.head_blocks, multiprocessors))
+
+
+_FEW_HEADS_RECORDS = ("v4", "v41")
+# Those of float32 scales divide by numbers that are no powers of two.
+_FEW_HEADS_OUTPUTS = (0, 1, 3, 4, 5)
+
+
+def has_few_heads(
+    num_heads: int, is_split: bool, pool: PoolConfig, extra: PoolConfig | None, output: OutputConfig
+) -> bool:
+    """Whether the Hopper decode takes the kernel of few heads, by what it can do.
+
+    Not by the number of tokens, other than by the splits: where these are the same in any batch, so
+    are the bits of a row.
+    """
+    is_alike = extra is None or extra.record == pool.record
+    return (
+        num_heads <= FEW_HEADS
+        and not is_split
+        and pool.record in _FEW_HEADS_RECORDS
+        and is_alike
+        and output.kind in _FEW_HEADS_OUTPUTS
+    )
+
+
+def few_heads_work(num_heads: int) -> WorkConfig:
+    """A token of the Hopper decode of few heads as one item, whose tile has ``FEW_HEADS`` heads."""
+    return WorkConfig(1, num_heads == FEW_HEADS, is_split=False)
 
 
 def ring_config(d_qk: int, has_codes: bool) -> RingConfig:

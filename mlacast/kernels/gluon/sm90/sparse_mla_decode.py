@@ -31,10 +31,13 @@ from mlacast.kernels.config.attention import (
     query_config,
 )
 from mlacast.kernels.config.sparse_attention import (
+    few_heads_work,
+    has_few_heads,
     hopper_decode_plan,
     num_multiprocessors,
     ring_config,
 )
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_kernel import sparse_mla_decode_few_kernel
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_fp8_kernel import sparse_mla_decode_fp8_kernel
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_kernel import OPTIONS, sparse_mla_decode_kernel
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_merge import merge_splits
@@ -102,41 +105,41 @@ def launch_sparse_mla_decode(
     end = end_config(d_qk, attn_sink, rope)
     scales, scale_config = split_scales(sm_scale, v_scale, lse)
     has_codes = q.dtype == torch.float8_e4m3fn
-    # What both kernels take behind their pools, before and after the norm's epsilon.
-    places = (
-        *rope_places,
-        lse,
-        *partials,
-        *target.tensors.values(),
-        *target.hopper_numbers,
-        num_tokens,
-        num_heads,
-        splits,
-        items,
-        programs,
-    )
+    pool_kind = hopper_pool_config(kv_format, d_qk, topk_length)
+    extra_kind = None
+    if extra is not None:
+        extra_kind = hopper_pool_config(extra.kv_format, d_qk, extra.lengths)
+    output = target.hopper_config
     constants = {
         "WORK": work,
-        "RING": ring_config(d_qk, has_codes),
         "SCALES": scale_config,
-        "POOL": hopper_pool_config(kv_format, d_qk, topk_length),
+        "POOL": pool_kind,
         "END": end,
-        "OUTPUT": target.hopper_config,
+        "OUTPUT": output,
         **OPTIONS,
     }
     leading = (*_query_arguments(launches, q), *pool)
     if has_codes:
         assert kv_format.name == "FP8" and extra is None, "codes meet the codes of one FP8 cache"
         assert query == QueryConfig(d_qk, half_pairing=query.half_pairing), "codes stay codes"
-        arguments = (*leading, *places, *scales.in_pairs)
+    else:
+        leading += pool if extra is None else _pool_arguments(launches, extra)
+        constants |= {"QUERY": query, "EXTRA": extra_kind}
+    # What all kernels take behind the rotation: the output, and the call's sizes.
+    sizes = (*target.tensors.values(), *target.hopper_numbers, num_tokens, num_heads)
+    ending = (q_norm_eps or 0.0, *scales.in_pairs)
+    if has_few_heads(num_heads, work.is_split, pool_kind, extra_kind, output):
+        constants["WORK"] = few_heads_work(num_heads)
+        arguments = (*leading, *rope_places, lse, *sizes, *ending)
+        launches.launch(sparse_mla_decode_few_kernel, (num_tokens,), *arguments, **constants)
+        return launches
+    constants["RING"] = ring_config(d_qk, has_codes)
+    arguments = (*leading, *rope_places, lse, *partials, *sizes, splits, items, programs)
+    if has_codes:
+        arguments += scales.in_pairs
         launches.launch(sparse_mla_decode_fp8_kernel, (programs,), *arguments, **constants)
     else:
-        second = pool if extra is None else _pool_arguments(launches, extra)
-        arguments = (*leading, *second, *places, q_norm_eps or 0.0, *scales.in_pairs)
-        constants["QUERY"] = query
-        constants["EXTRA"] = (
-            None if extra is None else hopper_pool_config(extra.kv_format, d_qk, extra.lengths)
-        )
+        arguments += ending
         launches.launch(sparse_mla_decode_kernel, (programs,), *arguments, **constants)
     if work.is_split:
         merge_splits(

@@ -61,7 +61,9 @@ def _read_lane_4_away(x):
 
 
 @gluon.jit
-def _load_angles(table, position, PLACES: gl.constexpr, COUNT: gl.constexpr, END: gl.constexpr):
+def load_angles(
+    table, position, PLACES: gl.constexpr, COUNT: gl.constexpr, HALF_PAIRING: gl.constexpr
+):
     """Cosines and sines [1, COUNT] of dimensions (half pairing) or of pairs, the last of a head.
 
     Those before the last 64 dimensions get angles that nobody uses. ``table`` is its pointer,
@@ -72,14 +74,14 @@ def _load_angles(table, position, PLACES: gl.constexpr, COUNT: gl.constexpr, END
     at = gl.arange(0, COUNT, PLACES)  # [COUNT]
     cos = gl.load(row_ptr + at % 32)  # [COUNT]
     sin = gl.load(row_ptr + 32 + at % 32)  # [COUNT]
-    if END.half_pairing:
+    if HALF_PAIRING:
         # The first of a pair adds its partner's share, the second subtracts it.
         sin = gl.where(at % 64 < 32, sin, -sin)
     return cos[None, :], sin[None, :]
 
 
 @gluon.jit
-def _rotate_pairs(x, cos, sin, HALF_PAIRING: gl.constexpr):
+def rotate_pairs(x, cos, sin, HALF_PAIRING: gl.constexpr):
     """Rotate [heads, n], 8 neighbours a thread, by the negative angles."""
     if HALF_PAIRING:
         return x * cos + _read_lane_4_away(x) * sin
@@ -109,7 +111,7 @@ def _rotate_back(x, cos, sin, dead, N: gl.constexpr, HALF_PAIRING: gl.constexpr)
     negative_zero = gl.cast(gl.cast(-0x80000000, gl.int32), gl.float32, bitcast=True)
     last = gl.sum(gl.where(is_last, blocks, negative_zero), 1)  # [heads, N]
     last = gl.convert_layout(last, LAYOUT, assert_trivial=True)
-    rotated = _rotate_pairs(last, cos, sin, HALF_PAIRING)  # [heads, N]
+    rotated = rotate_pairs(last, cos, sin, HALF_PAIRING)  # [heads, N]
     # Whatever the table holds at the position of an empty row, its output is zero.
     is_rope = gl.arange(0, N, gl.SliceLayout(0, LAYOUT)) >= N - 64  # [N]
     last = gl.where(is_rope[None, :] & (dead == 0)[:, None], rotated, last)
@@ -285,7 +287,7 @@ def merge_splits_kernel(
         ANGLES: gl.constexpr = gl.SliceLayout(0, LAYOUT if END.half_pairing else PAIRS)
         COUNT: gl.constexpr = 8 * THREADS if END.half_pairing else 4 * THREADS
         table = (table_ptr, stride_table, table_rows)
-        cos, sin = _load_angles(table, position, ANGLES, COUNT, END)
+        cos, sin = load_angles(table, position, ANGLES, COUNT, END.half_pairing)
     for at in gl.static_range(AHEAD):
         running_max = gl.maximum(running_max, maxima[at])
     # -inf - -inf is NaN: shift by 0 where no split has a key.

@@ -30,8 +30,8 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_layouts import (
     WORDS_32,
 )
 
-_EVEN_BYTES = gl.constexpr(0x6420)
-_ODD_BYTES = gl.constexpr(0x7531)
+EVEN_BYTES = gl.constexpr(0x6420)
+ODD_BYTES = gl.constexpr(0x7531)
 # From the lane, where it is used: kept, a thread's selector spills beside codes of four bits.
 _BYTES_OF_LANE = gl.constexpr("""{
 .reg .b32 t;
@@ -60,7 +60,7 @@ def has_tail(FORMAT):
 
 
 @gluon.constexpr_function
-def _find_unit_words(FORMAT, UNIT):
+def find_unit_words(FORMAT, UNIT):
     """First word and number of words of a unit."""
     if FORMAT == "v41_fp4":
         return (16 * UNIT, 16)
@@ -215,7 +215,7 @@ def _multiply_e2m1_by_number(words, multipliers, LANE: gl.constexpr):
 
 
 @gluon.jit
-def _multiply_by_2_to_minus_64(words):
+def multiply_by_2_to_minus_64(words):
     """Two bfloat16 a word."""
     return gl.inline_asm_elementwise(
         "mul.rn.bf16x2 $0, $1, $2;",
@@ -265,7 +265,7 @@ def _write_numbers_of_e4m3(UNIT):
 
 
 @gluon.jit
-def _make_unit_multipliers(scales, UNIT: gl.constexpr, FORMAT: gl.constexpr):
+def make_unit_multipliers(scales, UNIT: gl.constexpr, FORMAT: gl.constexpr):
     """Multipliers of a thread's dimensions in a unit, two bfloat16 a word [64, 4]."""
     words = scales[UNIT // 2]
     if FORMAT == "v41_fp4":
@@ -313,8 +313,8 @@ def _split_float32(bits):
 @gluon.jit
 def fetch_unit(stage, rows, valid, UNIT: gl.constexpr, FORMAT: gl.constexpr, MIXED: gl.constexpr):
     """Start copying one unit of 64 records; ``rows`` [64] point at them. Invalid ones: zeros."""
-    FIRST: gl.constexpr = _find_unit_words(FORMAT, UNIT)[0]
-    WIDTH: gl.constexpr = _find_unit_words(FORMAT, UNIT)[1]
+    FIRST: gl.constexpr = find_unit_words(FORMAT, UNIT)[0]
+    WIDTH: gl.constexpr = find_unit_words(FORMAT, UNIT)[1]
     LAYOUT: gl.constexpr = WORDS_32 if WIDTH == 32 else WORDS_16
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     column = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))  # [WIDTH]
@@ -388,51 +388,51 @@ def read_scales(scale_stage, FORMAT: gl.constexpr, MIXED: gl.constexpr):
     elif MIXED:
         gl.static_assert(FORMAT == "v41", "the only format beside codes of four bits")
         row = scale_stage.load(SCALES_4_MIXED)  # [64, 4]
-        columns = _split_columns(row, 4, gl.SliceLayout(1, BY_THREAD_MIXED))
+        columns = split_columns(row, 4, gl.SliceLayout(1, BY_THREAD_MIXED))
         # [4]; what is chosen by it is [1, 4].
-        even = gl.full((4,), _EVEN_BYTES, gl.int32, gl.SliceLayout(0, BY_THREAD_MIXED))
+        even = gl.full((4,), EVEN_BYTES, gl.int32, gl.SliceLayout(0, BY_THREAD_MIXED))
         chosen = gl.inline_asm_elementwise(
             _BYTES_OF_LANE, "=r,r", [even], dtype=gl.int32, is_pure=False, pack=1
         )[None, :]
         return (
-            _choose_bytes(columns[0], columns[1], chosen),
-            _choose_bytes(columns[2], columns[3], chosen),
+            choose_bytes(columns[0], columns[1], chosen),
+            choose_bytes(columns[2], columns[3], chosen),
         )
     else:
         WORDS: gl.constexpr = count_scale_words(FORMAT)
         LAYOUT: gl.constexpr = SCALES_4 if WORDS == 4 else SCALES_2
         if WORDS == 2:
             scale_stage = scale_stage._reinterpret(gl.int32, [2, 64, 2], SCALE_STAGE).index(0)
-        columns = _split_columns(scale_stage.load(LAYOUT), WORDS, ROW)
+        columns = split_columns(scale_stage.load(LAYOUT), WORDS, ROW)
         if FORMAT == "v32":
             return columns
         else:
             # Groups of "v41" are 8 words, and a thread has 4 of either half of a unit.
             thread = gl.arange(0, 4, gl.SliceLayout(0, BY_THREAD))  # [4]
-            chosen = gl.where(thread < 2, _EVEN_BYTES, _ODD_BYTES)[None, :]  # [1, 4]
+            chosen = gl.where(thread < 2, EVEN_BYTES, ODD_BYTES)[None, :]  # [1, 4]
             if FORMAT == "v41":
                 return (
-                    _choose_bytes(columns[0], columns[1], chosen),
-                    _choose_bytes(columns[2], columns[3], chosen),
+                    choose_bytes(columns[0], columns[1], chosen),
+                    choose_bytes(columns[2], columns[3], chosen),
                 )
             else:
-                return _repeat_by_thread(columns[0], chosen), _repeat_by_thread(columns[1], chosen)
+                return repeat_by_thread(columns[0], chosen), repeat_by_thread(columns[1], chosen)
 
 
 @gluon.jit
-def _repeat_by_thread(x, like):
+def repeat_by_thread(x, like):
     """[64] as [64, 4] in the layout of ``like``: every thread of a row has it."""
     rows = gl.convert_layout(x, gl.SliceLayout(1, like.type.layout), assert_trivial=True)
     return gl.broadcast(rows[:, None], like)[0]
 
 
 @gluon.jit
-def _choose_bytes(low, high, chosen):
+def choose_bytes(low, high, chosen):
     """Bytes of two words [64] by the selectors [1, 4] of each thread of a row."""
     return gl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, $3;",
         "=r,r,r,r",
-        [_repeat_by_thread(low, chosen), _repeat_by_thread(high, chosen), chosen],
+        [repeat_by_thread(low, chosen), repeat_by_thread(high, chosen), chosen],
         dtype=gl.int32,
         is_pure=True,
         pack=1,
@@ -440,14 +440,14 @@ def _choose_bytes(low, high, chosen):
 
 
 @gluon.jit
-def _split_columns(x, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+def split_columns(x, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
     """Columns of [64, COUNT] registers as a tuple of [64]."""
     if COUNT == 1:
         return (gl.convert_layout(gl.reshape(x, (64,)), LAYOUT, assert_trivial=True),)
     else:
         halves = gl.permute(gl.reshape(x, (64, 2, COUNT // 2)), (0, 2, 1))
         low, high = gl.split(halves)  # [64, COUNT / 2] each
-        return _split_columns(low, COUNT // 2, LAYOUT) + _split_columns(high, COUNT // 2, LAYOUT)
+        return split_columns(low, COUNT // 2, LAYOUT) + split_columns(high, COUNT // 2, LAYOUT)
 
 
 @gluon.jit
@@ -458,7 +458,7 @@ def _repeat_by_word(multipliers, words):
 
 
 @gluon.jit
-def _decode_e4m3(words, multipliers, LANE: gl.constexpr):
+def decode_e4m3(words, multipliers, LANE: gl.constexpr):
     """Half a unit [64, 16] to its values, [64, 32] words, by ``multipliers`` [64, 4]."""
     words = gl.reshape(words, (64, 4, 4))  # [64, 4, 4], and so are both halves
     low, high = multiply_e4m3_by_power(words, _repeat_by_word(multipliers, words), LANE)
@@ -478,7 +478,7 @@ def _decode_e2m1(words, multipliers):
 
 
 @gluon.jit
-def _store(target, values):
+def store_words(target, values):
     """Store words into a part of the ring, a bank for each of eight neighbouring threads.
 
     It takes twice as long otherwise, and shared memory is what the kernel has least of.
@@ -503,32 +503,32 @@ def decode_unit(
     the halves of a piece, ``target_even`` of TAIL_UNIT [64, 32]. Of four codes a word, ``low`` and
     ``high`` are like the words; multipliers are [64, 4].
     """
-    WIDTH: gl.constexpr = _find_unit_words(FORMAT, UNIT)[1]
+    WIDTH: gl.constexpr = find_unit_words(FORMAT, UNIT)[1]
     target = target_even if UNIT % 2 == 0 else target_odd
     LAYOUT: gl.constexpr = WORDS_16_MIXED if MIXED else WORDS_16
     halves = stage._reinterpret(gl.int32, [2, 64, 16], STAGE_16_MIXED if MIXED else STAGE_16)
     if FORMAT == "v41_fp4":
-        multipliers = _make_unit_multipliers(scales, UNIT, FORMAT)
-        _store(target, _decode_e2m1(halves.index(0).load(LAYOUT), multipliers))
+        multipliers = make_unit_multipliers(scales, UNIT, FORMAT)
+        store_words(target, _decode_e2m1(halves.index(0).load(LAYOUT), multipliers))
     elif FORMAT == "v4" and UNIT == 3:
-        multipliers = _make_unit_multipliers(scales, UNIT, FORMAT)
-        values = _decode_e4m3(halves.index(0).load(LAYOUT), multipliers, 0)
+        multipliers = make_unit_multipliers(scales, UNIT, FORMAT)
+        values = decode_e4m3(halves.index(0).load(LAYOUT), multipliers, 0)
         target_odd.slice(0, 32, dim=1).store(values)
     elif FORMAT == "v4" and UNIT == 4:
-        target_odd.slice(32, 32, dim=1).store(_multiply_by_2_to_minus_64(stage.load(WORDS_32)))
+        target_odd.slice(32, 32, dim=1).store(multiply_by_2_to_minus_64(stage.load(WORDS_32)))
     elif FORMAT == "v4" or FORMAT == "v41":
-        multipliers = _make_unit_multipliers(scales, UNIT, FORMAT)
-        left = _decode_e4m3(halves.index(0).load(LAYOUT), multipliers, 0)
-        right = _decode_e4m3(halves.index(1).load(LAYOUT), multipliers, 1)
+        multipliers = make_unit_multipliers(scales, UNIT, FORMAT)
+        left = decode_e4m3(halves.index(0).load(LAYOUT), multipliers, 0)
+        right = decode_e4m3(halves.index(1).load(LAYOUT), multipliers, 1)
         # One store: between two to the same piece there would be a barrier.
         values = gl.permute(gl.join(left, right), (0, 2, 1))  # [64, 2, 32]
-        _store(target, gl.reshape(values, (64, 64)))
+        store_words(target, gl.reshape(values, (64, 64)))
     elif FORMAT == "v32":
         words = stage.load(WORDS_32)  # [64, 32]
         parts = gl.convert_layout(_split_float32(scales[UNIT]), ROW, assert_trivial=True)  # [64]
         low, high = _multiply_e4m3_by_number(words, parts[:, None])
-        _store(target, gl.reshape(gl.join(low, high), (64, 64)))
+        store_words(target, gl.reshape(gl.join(low, high), (64, 64)))
     else:
         words = halves.index(0).load(LAYOUT) if WIDTH == 16 else stage.load(WORDS_32)
         low, high = multiply_e4m3_by_power(words, TO_KEY_UNIT, 0)
-        _store(target, gl.reshape(gl.join(low, high), (64, 2 * WIDTH)))
+        store_words(target, gl.reshape(gl.join(low, high), (64, 2 * WIDTH)))

@@ -1,0 +1,261 @@
+"""Decoding roles of the Hopper decode of few heads: records to values, and their part of scores."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_wait
+
+from mlacast.kernels.common.sm90_rotation import hide_value
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_end import end_chunk
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_layouts import (
+    BLOCK_N,
+    BY_THREAD,
+    HEADS,
+    OPERAND,
+    PRODUCT,
+    ROW,
+    SCALES,
+    WORDS_16,
+    WORDS_32,
+    order_group,
+)
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_layouts import STAGE_16
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import (
+    EVEN_BYTES,
+    ODD_BYTES,
+    choose_bytes,
+    count_scale_words,
+    decode_e4m3,
+    find_unit_words,
+    make_unit_multipliers,
+    multiply_by_2_to_minus_64,
+    repeat_by_thread,
+    split_columns,
+    store_words,
+)
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_slots import load_slots, locate
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import find_work_range
+
+
+@gluon.constexpr_function
+def list_units(FORMAT, HALF):
+    """Units of a record that one decoding role takes: two of codes, or a half of "v4"."""
+    if HALF == 0:
+        return (0, 1)
+    return (2, 3, 4) if FORMAT == "v4" else (2, 3)
+
+
+@gluon.constexpr_function
+def list_waits(FORMAT, HALF):
+    """Copies that may be on their way when each of ``list_units`` is read.
+
+    Those asked for after its own: two blocks are, but of the last unit of "v4" one.
+    """
+    return (4, 4, 2) if FORMAT == "v4" and HALF == 1 else (3, 3)
+
+
+@gluon.jit
+def _fetch(
+    stage, scale_stage, places, UNIT: gl.constexpr, WITH_SCALES: gl.constexpr, FORMAT: gl.constexpr
+):
+    """Start copying one unit of 64 records, with the first their scales; invalid ones: zeros.
+
+    ``places`` are addresses of codes and scales, and which records exist; all [64].
+    """
+    row_ptr, scale_ptr, valid = places
+    FIRST: gl.constexpr = find_unit_words(FORMAT, UNIT)[0]
+    WIDTH: gl.constexpr = find_unit_words(FORMAT, UNIT)[1]
+    LAYOUT: gl.constexpr = WORDS_32 if WIDTH == 32 else WORDS_16
+    WORD_ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    column = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))  # [WIDTH]
+    pointers = gl.convert_layout(row_ptr, WORD_ROW, assert_trivial=True)[:, None] + column[None, :]
+    mask = gl.convert_layout(valid, WORD_ROW, assert_trivial=True)[:, None]
+    async_copy.async_copy_global_to_shared(stage, pointers, mask=mask)
+    if WITH_SCALES:
+        SCALE_ROW: gl.constexpr = gl.SliceLayout(1, SCALES)
+        # Of "v41" two of four words are of this half.
+        SKIPPED: gl.constexpr = UNIT if count_scale_words(FORMAT) == 4 else 0
+        word = SKIPPED + gl.arange(0, 2, gl.SliceLayout(0, SCALES))  # [2]
+        pointers = gl.convert_layout(scale_ptr, SCALE_ROW, assert_trivial=True)[:, None]
+        pointers = pointers + word[None, :]  # [64, 2]
+        mask = gl.convert_layout(valid, SCALE_ROW, assert_trivial=True)[:, None]
+        async_copy.async_copy_global_to_shared(scale_stage, pointers, mask=mask)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _read_scales(scale_stage, HALF: gl.constexpr, FORMAT: gl.constexpr):
+    """Scale bytes [64, 4] of the thread's dimensions, two a unit of codes of this half."""
+    first, second = split_columns(scale_stage.load(SCALES), 2, ROW)  # [64] each
+    thread = gl.arange(0, 4, gl.SliceLayout(0, BY_THREAD))
+    chosen = gl.where(thread < 2, EVEN_BYTES, ODD_BYTES)[None, :]
+    if FORMAT == "v41":
+        return choose_bytes(first, second, chosen)
+    else:
+        return repeat_by_thread(first if HALF == 0 else second, chosen)
+
+
+@gluon.jit
+def _read_codes(stage, UNIT: gl.constexpr, FORMAT: gl.constexpr):
+    """Words of a staged unit: halves [64, 16], or the unscaled dimensions [64, 32]."""
+    if FORMAT == "v4" and UNIT == 4:
+        return (stage.load(WORDS_32),)
+    elif FORMAT == "v4" and UNIT == 3:
+        return (stage.load(WORDS_16),)
+    else:
+        halves = stage._reinterpret(gl.int32, [2, BLOCK_N, 16], STAGE_16)
+        return (halves.index(0).load(WORDS_16), halves.index(1).load(WORDS_16))
+
+
+@gluon.jit
+def _decode(codes, scales, target, UNIT: gl.constexpr, FORMAT: gl.constexpr):
+    """Codes of a unit to bfloat16, 2**-64 of their value, also stored among the values.
+
+    ``target`` is the int32 view [64, 64] of 128 dimensions of the block.
+
+    Returns:
+        groups of 64 dimensions as words [64, 32] of two.
+    """
+    if FORMAT == "v4" and UNIT == 4:
+        plain = multiply_by_2_to_minus_64(codes[0])
+        target.slice(32, 32, dim=1).store(plain)
+        return (plain,)
+    else:
+        multipliers = make_unit_multipliers((scales, scales), UNIT, FORMAT)
+        left = decode_e4m3(codes[0], multipliers, 0)
+        if FORMAT == "v4" and UNIT == 3:
+            target.slice(0, 32, dim=1).store(left)
+            return (left,)
+        else:
+            right = decode_e4m3(codes[1], multipliers, 1)
+            # One store: between two to the same tile there would be a barrier.
+            values = gl.permute(gl.join(left, right), (0, 2, 1))  # [64, 2, 32]
+            store_words(target, gl.reshape(values, (BLOCK_N, 64)))
+            return (left, right)
+
+
+@gluon.jit
+def _take_operand(words, FORMAT: gl.constexpr, GROUP: gl.constexpr):
+    """Words [64, 32] of two dimensions as the left operand [64, 64] of a product."""
+    pairs = gl.join(words.to(gl.int16), (words >> 16).to(gl.int16))  # [64, 32, 2]
+    ordered = order_group(gl.reshape(pairs, (BLOCK_N, 64)), FORMAT, GROUP)
+    return gl.convert_layout(ordered.to(gl.bfloat16, bitcast=True), OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def _add_scores(
+    words, q_smem, s, GROUP: gl.constexpr, IS_FIRST: gl.constexpr, FORMAT: gl.constexpr
+):
+    """Issue the product of 64 dimensions [64, 32] of keys, two a word, with those of the query."""
+    query = q_smem.index(GROUP // 2).slice(64 * (GROUP % 2), 64, dim=1).permute((1, 0))
+    operand = _take_operand(words, FORMAT, GROUP)
+    return warpgroup_mma(operand, query, s, use_acc=not IS_FIRST, is_async=True)
+
+
+@gluon.jit
+def _locate_block(slots, pool, extra_pool, POOL: gl.constexpr, EXTRA: gl.constexpr):
+    """Addresses [64] of codes and scales of a block's slots, and which of them exist."""
+    ids, is_extra = slots
+    return locate(ids, is_extra, pool, extra_pool, POOL, EXTRA)
+
+
+@gluon.jit
+def run_decode_role(
+    q_smem,
+    k_smem,
+    stages,
+    scale_stages,
+    score_smem,
+    q_ready,
+    k_free,
+    s_ready,
+    s_free,
+    pool,
+    extra_pool,
+    ends,
+    HALF: gl.constexpr,
+    WORK: gl.constexpr,
+    POOL: gl.constexpr,
+    EXTRA: gl.constexpr,
+    END: gl.constexpr,
+    OUTPUT: gl.constexpr,
+):
+    """Decode half of every record, and multiply it by the query.
+
+    Two blocks of records are on their way. Consumes ``q_ready``, ``k_free`` and ``s_free``;
+    produces ``s_ready``, with which both the scores and the values of a block are there. Scores of
+    keys that do not count are -inf, and their values zero.
+    """
+    gdc_wait()
+    FORMAT: gl.constexpr = POOL.record
+    UNITS: gl.constexpr = list_units(FORMAT, HALF)
+    WAITS: gl.constexpr = list_waits(FORMAT, HALF)
+    COUNT: gl.constexpr = len(UNITS)
+    token = gl.program_id(0)
+    _, _, num_blocks, length, extra_length = find_work_range(
+        token, 0, pool, extra_pool, WORK, POOL, EXTRA
+    )
+    # Hidden: addresses of slots would be kept from before the roles part, and spill.
+    lane = hide_value(gl.arange(0, BLOCK_N, ROW))  # [64]
+    lists = (length, extra_length, token, pool, extra_pool)
+    first = load_slots(lane, 0, *lists, EXTRA)
+    second = load_slots(lane, 1, *lists, EXTRA)
+    slots = load_slots(lane, 2, *lists, EXTRA)
+    k_words = k_smem._reinterpret(gl.int32, [8, BLOCK_N, 64], gl.NVMMASharedLayout(128, 32, 2))
+    places = _locate_block(first, pool, extra_pool, POOL, EXTRA)
+    valid = places[2]
+    for n in gl.static_range(COUNT):
+        _fetch(stages[n].index(0), scale_stages.index(0), places, UNITS[n], n == 0, FORMAT)
+    places = _locate_block(second, pool, extra_pool, POOL, EXTRA)
+    for n in gl.static_range(COUNT):
+        if UNITS[n] < 4:
+            _fetch(stages[n].index(1), scale_stages.index(1), places, UNITS[n], n == 0, FORMAT)
+    for block in range(num_blocks):
+        at = block & 1
+        next_places = _locate_block(slots, pool, extra_pool, POOL, EXTRA)
+        slots = load_slots(lane, block + 3, *lists, EXTRA)
+        mbarrier.wait(k_free.index(at), (block >> 1 & 1) ^ 1)
+        s = gl.zeros((BLOCK_N, HEADS), gl.float32, PRODUCT)
+        for n in gl.static_range(COUNT):
+            stage = stages[n].index(0 if UNITS[n] == 4 else at)
+            async_copy.wait_group(WAITS[n])
+            if n == 0:
+                scales = _read_scales(scale_stages.index(at), HALF, FORMAT)
+            codes = _read_codes(stage, UNITS[n], FORMAT)
+            _fetch(
+                stage,
+                scale_stages.index(at),
+                places if UNITS[n] == 4 else next_places,
+                UNITS[n],
+                n == 0,
+                FORMAT,
+            )
+            target = k_words.index(4 * at + min(UNITS[n], 3))
+            groups = _decode(codes, scales, target, UNITS[n], FORMAT)
+            if n > 0:
+                s = warpgroup_mma_wait(0, deps=[s])
+            elif block == 0:
+                mbarrier.wait(q_ready, 0)
+            for g in gl.static_range(len(groups)):
+                s = _add_scores(
+                    groups[g],
+                    q_smem,
+                    s,
+                    7 if UNITS[n] == 4 else 2 * UNITS[n] + g,
+                    n + g == 0,
+                    FORMAT,
+                )
+        s = warpgroup_mma_wait(0, deps=[s])
+        counts = gl.convert_layout(valid, gl.SliceLayout(1, PRODUCT), assert_trivial=True)
+        s = gl.where(counts[:, None], s, -float("inf"))
+        mbarrier.wait(s_free, (block & 1) ^ 1)
+        score_smem.index(HALF).permute((1, 0)).store(s)
+        mbarrier.arrive(s_ready, count=1)
+        valid = places[2]
+        places = next_places
+    end_chunk(ends, token, (), HALF, WORK, END, OUTPUT)
