@@ -148,8 +148,8 @@ def sparse_mla_decode_few_kernel(
         mbarrier.init(k_free.index(i), count=1)
     mbarrier.init(o_ready, count=1)
     mbarrier.init(factor_ready, count=1)
-    # Every role waits for the kernel before this one (kernels/common/dependents.py): until then they
-    # have been started, which takes as long as a load does.
+    # Every role waits for the kernel before this one (kernels/common/dependents.py): until then
+    # they have been started, which takes as long as a load does.
     if SCALES.sm_on_device or SCALES.v_on_device:
         gdc_wait()
     pool = Pool(
