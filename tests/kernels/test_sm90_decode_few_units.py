@@ -27,10 +27,10 @@ def test_copies_that_may_be_on_their_way(record: str, half: int) -> None:
     units = list_units(record, half)
     ahead = {unit: 1 if unit == 4 else 2 for unit in units}
     copies = [(block, unit) for block in range(2) for unit in units if block < ahead[unit]]
+    behind: dict[int, list[int]] = {unit: [] for unit in units}
     for block in range(6):
-        for unit, wait in zip(units, list_waits(record, half), strict=True):
-            behind = len(copies) - 1 - copies.index((block, unit))
-            # No more may be missing than were asked for later; in a full pipeline, no fewer.
-            assert wait <= behind
-            assert wait == behind or block == 0
+        for unit in units:
+            behind[unit].append(len(copies) - 1 - copies.index((block, unit)))
             copies.append((block + ahead[unit], unit))
+    # No more may be missing than were asked for later, in whichever block those were fewest.
+    assert list_waits(record, half) == tuple(min(behind[unit]) for unit in units)

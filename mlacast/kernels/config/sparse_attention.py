@@ -151,7 +151,7 @@ def prefill_576_plan(num_tokens: int, num_heads: int, multiprocessors: int) -> P
 
 
 _FEW_HEADS_RECORDS = ("v4", "v41")
-# Those of float32 scales divide by numbers that are no powers of two.
+# All but float32 scales, whose division by numbers that are no powers of two calls a slow path.
 _FEW_HEADS_OUTPUTS = (0, 1, 3, 4, 5)
 
 
