@@ -33,6 +33,7 @@ TESTS = (
     "test_hopper_decode.py::test_one_split_against_float64[v41-inline-h96]",
     "test_hopper_decode.py::test_splits_against_float64[v41-v41-fused]",
     "test_hopper_decode.py::test_caches[V32]",
+    "test_hopper_decode_few.py::test_against_float64[v4-v4-fused]",
     "test_hopper_merge.py::test_near_float64[nvfp4]",
     "test_hopper_dense_prefill.py::test_causal_bf16",
     "test_out_project.py::test_hopper_linear[mxfp8_head-words_32]",
