@@ -136,4 +136,4 @@ def test_the_script_starts() -> None:
 def test_configs_are_part_of_the_name() -> None:
     config = cache_calls.ROPE_CONFIGS[0]
     case = dataclasses.replace(Case("rope_quantize_fp8", 1), config=config)
-    assert case.name.endswith(f"-{config.rows}.{config.num_warps}.{config.pinned}")
+    assert case.name.endswith(f"-{config.rows}.{config.num_warps}.{config.pinned}.{config.ahead}")
