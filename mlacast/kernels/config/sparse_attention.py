@@ -151,8 +151,8 @@ def prefill_576_plan(num_tokens: int, num_heads: int, multiprocessors: int) -> P
 
 
 _FEW_HEADS_RECORDS = ("v4", "v41")
-# All but float32 scales, whose division by numbers that are no powers of two calls a slow path.
-_FEW_HEADS_OUTPUTS = (0, 1, 3, 4, 5)
+# As in the stores: float32 scales of any value, a division by which calls a slow path.
+_FP8_FLOAT32 = 2
 
 
 def has_few_heads(
@@ -169,7 +169,7 @@ def has_few_heads(
         and not is_split
         and pool.record in _FEW_HEADS_RECORDS
         and is_alike
-        and output.kind in _FEW_HEADS_OUTPUTS
+        and output.kind != _FP8_FLOAT32
     )
 
 

@@ -1,7 +1,8 @@
 """Hopper ``sparse_mla_decode``: four warpgroups with one role each, paged caches, split-KV.
 
-This is the launch; the kernels are ``sparse_mla_decode_kernel`` for bfloat16 queries and
-``sparse_mla_decode_fp8_kernel`` for e4m3 ones, their roles stand beside them.
+This is the launch; the kernels are ``sparse_mla_decode_kernel`` for bfloat16 queries,
+``sparse_mla_decode_few_kernel`` for up to 16 heads of them, and ``sparse_mla_decode_fp8_kernel``
+for e4m3 ones. Their roles stand beside them.
 """
 
 from __future__ import annotations
