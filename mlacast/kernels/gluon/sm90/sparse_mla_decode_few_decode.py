@@ -187,9 +187,10 @@ def run_decode_role(
 ):
     """Decode half of every record, and multiply it by the query.
 
-    Two blocks of records are on their way. Consumes ``q_ready``, ``k_free`` and ``s_free``;
-    produces ``s_ready``, with which both the scores and the values of a block are there. Scores of
-    keys that do not count are -inf, and their values zero.
+    Two blocks of records are on their way. Consumes ``q_ready``, ``k_free`` and ``s_free``, and for
+    its chunk of the output ``o_ready`` and ``factor_ready``; produces ``s_ready``, with which both
+    the scores and the values of a block are there. Scores of keys that do not count are -inf, and
+    their values zero.
     """
     gdc_wait()
     FORMAT: gl.constexpr = POOL.record

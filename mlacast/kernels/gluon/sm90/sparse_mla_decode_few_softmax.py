@@ -187,8 +187,9 @@ def run_softmax_role(
 ):
     """Query to the decoding roles, weights of every block to the outputs, lse and end of the row.
 
-    ``query`` is its pointer and strides, ``ends`` as in ``end_chunk``. Consumes ``s_ready`` and
-    ``p_free``; produces ``q_ready``, ``s_free``, ``p_ready`` and ``factor_ready``.
+    ``query`` is its pointer and strides, ``ends`` as in ``end_chunk``. Consumes ``s_ready``,
+    ``p_free`` and, for its chunk, ``o_ready``; produces ``q_ready``, ``s_free``, ``p_ready`` and
+    ``factor_ready``.
     """
     gdc_wait()
     gdc_launch_dependents()
