@@ -37,8 +37,8 @@ def run_output_role(
     """Accumulate the output, dimensions as rows, and hand it to all roles.
 
     Consumes ``p_ready``, with which the values of a block are there too, and ``factor_ready`` for
-    its chunk; produces ``p_free``, ``k_free`` and ``o_ready``. The ring is the stage of the output: nobody needs it then. ``ends``
-    as in ``end_chunk``.
+    its chunk; produces ``p_free``, ``k_free`` and ``o_ready``. The ring is the stage of the output:
+    nobody needs it then. ``ends`` as in ``end_chunk``.
     """
     gdc_wait()
     COLUMN: gl.constexpr = gl.SliceLayout(0, PRODUCT)
