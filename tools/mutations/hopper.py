@@ -392,6 +392,15 @@ HOPPER = (
         ("tests/gpu/test_dependents.py::test_one_graph_of_all_rounds",),
     ),
     Fault(
+        "h-dense-early",
+        "dense_mla_prefill",
+        "tiles are counted before the kernel before has set the counter",
+        _SM90 + "dense_mla_prefill.py",
+        "before this one ends.\n    gdc_wait()\n",
+        "before this one ends.\n",
+        ("tests/gpu/test_dependents.py::test_dense_prefill_behind_copies",),
+    ),
+    Fault(
         "h-few-pairs",
         "grouped_out_project",
         "the second part of a pair gets the scales of the first",
