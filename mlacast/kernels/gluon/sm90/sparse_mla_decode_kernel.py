@@ -172,7 +172,9 @@ def sparse_mla_decode_kernel(
     tail_stage = k_even
     if FORMAT == "fp8_576":
         tail_stage = gl.allocate_shared_memory(gl.int32, [BLOCK_N, 32], STAGE)
-    scale_stage = gl.allocate_shared_memory(gl.int32, [BLOCK_N, 4], SCALE_STAGE)
+    # Of "v32" read while those of the next block are copied.
+    SCALE_SHAPE: gl.constexpr = [2, BLOCK_N, 4] if FORMAT == "v32" else [BLOCK_N, 4]
+    scale_stage = gl.allocate_shared_memory(gl.int32, SCALE_SHAPE, SCALE_STAGE)
     tail_smem = k_even
     if has_tail(FORMAT):
         # As many blocks as the four pieces of this ring are: where a block's first piece is free,

@@ -22,6 +22,7 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_layouts import (
     SCALES_2,
     SCALES_4,
     SCALES_4_MIXED,
+    SCALES_4_WARP,
     SCALES_8,
     STAGE_16,
     STAGE_16_MIXED,
@@ -42,6 +43,9 @@ mad.lo.u32 $0, t, 0x1111, $1;
 # Twice a word 2**56: e4m3 codes read as bfloat16 to 2**-64 of their value.
 TO_KEY_UNIT = gl.constexpr(0x5B805B80)
 
+
+# 2**56 of a scale, as a number.
+_TO_SCALE_UNIT = gl.constexpr(72057594037927936.0)
 
 # Number of the last 64 dimensions of "fp8_576", which travel and are decoded with unit 3.
 TAIL_UNIT = gl.constexpr(4)
@@ -311,13 +315,39 @@ def _split_float32(bits):
 
 
 @gluon.jit
+def find_own_word():
+    """Word [64] of each 16 of a row that this thread copies first: four threads have a row.
+
+    The compiler takes it to be the same for all of them. So addresses of rows are those of a thread's own
+    words, and no second one is kept beside each.
+    """
+    zero = gl.zeros((64,), gl.int32, ROW)
+    thread = gl.inline_asm_elementwise(
+        "{ .reg .b32 t; mov.u32 t, %laneid; and.b32 $0, t, 3; }",
+        "=r,r",
+        [zero],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+    return thread * 4
+
+
+@gluon.jit
+def _find_columns(WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
+    """Words [WIDTH] from the first one of a thread that it copies."""
+    column = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    return column % 4 + column // 16 * 16
+
+
+@gluon.jit
 def fetch_unit(stage, rows, valid, UNIT: gl.constexpr, FORMAT: gl.constexpr, MIXED: gl.constexpr):
     """Start copying one unit of 64 records; ``rows`` [64] point at them. Invalid ones: zeros."""
     FIRST: gl.constexpr = find_unit_words(FORMAT, UNIT)[0]
     WIDTH: gl.constexpr = find_unit_words(FORMAT, UNIT)[1]
     LAYOUT: gl.constexpr = WORDS_32 if WIDTH == 32 else WORDS_16
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    column = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))  # [WIDTH]
+    column = FIRST + _find_columns(WIDTH, LAYOUT)  # [WIDTH]
     # [64, WIDTH]
     pointers = gl.convert_layout(rows, ROW, assert_trivial=True)[:, None] + column[None, :]
     mask = gl.convert_layout(valid, ROW, assert_trivial=True)[:, None]  # [64, 1]
@@ -333,7 +363,7 @@ def fetch_tail(target, rows, valid):
     They are no part of the values, so that they need not be in the unit of the codes: the query's
     last dimensions make up for it. ``target`` is an int32 view [64, 32].
     """
-    column = 132 + gl.arange(0, 32, gl.SliceLayout(0, WORDS_32))  # [32]
+    column = 132 + _find_columns(32, WORDS_32)  # [32]
     # [64, 32]
     pointers = gl.convert_layout(rows, ROW, assert_trivial=True)[:, None] + column[None, :]
     mask = gl.convert_layout(valid, ROW, assert_trivial=True)[:, None]
@@ -420,6 +450,36 @@ def read_scales(scale_stage, FORMAT: gl.constexpr, MIXED: gl.constexpr):
 
 
 @gluon.jit
+def read_two_scales(scale_stage, FIRST: gl.constexpr):
+    """Scales [64] of two units of "v32", from [64, 4] words: all four take too many registers."""
+    return split_columns(scale_stage.slice(FIRST, 2, dim=1).load(SCALES_2), 2, ROW)
+
+
+@gluon.jit
+def _unite(x, y):
+    return x | y
+
+
+@gluon.jit
+def have_lower_parts(scale_stage):
+    """Bits of any of [64, 4] words that bfloat16 has not; as one number, for a branch."""
+    # Every warp reads all of them: no exchange between warps.
+    words = scale_stage.load(SCALES_4_WARP)
+    return gl.reduce(gl.reduce(words, 1, _unite), 0, _unite) & 0xFFFF
+
+
+@gluon.jit
+def end_branch(number):
+    """Something that only one branch ends with, so that what both do stays in them.
+
+    The compiler would do their stores behind both, of numbers that are all kept until then.
+    """
+    gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def repeat_by_thread(x, like):
     """[64] as [64, 4] in the layout of ``like``: every thread of a row has it."""
     rows = gl.convert_layout(x, gl.SliceLayout(1, like.type.layout), assert_trivial=True)
@@ -494,6 +554,7 @@ def decode_unit(
     target_even,
     target_odd,
     UNIT: gl.constexpr,
+    POWERS: gl.constexpr,
     FORMAT: gl.constexpr,
     MIXED: gl.constexpr,
 ):
@@ -525,8 +586,13 @@ def decode_unit(
         store_words(target, gl.reshape(values, (64, 64)))
     elif FORMAT == "v32":
         words = stage.load(WORDS_32)  # [64, 32]
-        parts = gl.convert_layout(_split_float32(scales[UNIT]), ROW, assert_trivial=True)  # [64]
-        low, high = _multiply_e4m3_by_number(words, parts[:, None])
+        if POWERS:
+            number = scales[UNIT % 2].to(gl.float32, bitcast=True) * _TO_SCALE_UNIT  # [64]
+            number = gl.convert_layout(number.to(gl.int32, bitcast=True), ROW, assert_trivial=True)
+            low, high = multiply_e4m3_by_power(words, number[:, None], 1)
+        else:
+            parts = gl.convert_layout(_split_float32(scales[UNIT % 2]), ROW, assert_trivial=True)
+            low, high = _multiply_e4m3_by_number(words, parts[:, None])
         store_words(target, gl.reshape(gl.join(low, high), (64, 64)))
     else:
         words = halves.index(0).load(LAYOUT) if WIDTH == 16 else stage.load(WORDS_32)
