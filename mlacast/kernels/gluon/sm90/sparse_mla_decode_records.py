@@ -318,8 +318,8 @@ def _split_float32(bits):
 def find_own_word():
     """Word [64] of each 16 of a row that this thread copies first: four threads have a row.
 
-    The compiler takes it to be the same for all of them. So addresses of rows are those of a thread's own
-    words, and no second one is kept beside each.
+    The compiler takes it to be the same for all of them. So addresses of rows are those of a
+    thread's own words, and no second one is kept beside each.
     """
     zero = gl.zeros((64,), gl.int32, ROW)
     thread = gl.inline_asm_elementwise(
@@ -457,6 +457,7 @@ def read_two_scales(scale_stage, FIRST: gl.constexpr):
 
 @gluon.jit
 def _unite(x, y):
+    """Bits of either."""
     return x | y
 
 

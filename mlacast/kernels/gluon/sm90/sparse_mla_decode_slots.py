@@ -24,7 +24,7 @@ def load_slots(lane, block, length, extra_length, token, pool, extra_pool, EXTRA
         length = gl.where(is_extra, extra_length, length)
         extra_row_ptr = extra_pool.indices_ptr + find_row_offset(token, extra_pool.stride_indices)
         row_ptr = gl.where(is_extra, extra_row_ptr, row_ptr)
-    # The block is the same for all threads, so its part of address and mask takes uniform registers.
+    # What the block adds to address and mask is the same for all threads: uniform registers.
     start = block * BLOCK_N
     return gl.load(row_ptr + start + lane, mask=lane < length - start, other=-1), is_extra
 
