@@ -205,10 +205,12 @@ def decode_block(
             # Two units of 128 dimensions are a piece: its scores need not wait for more.
             mbarrier.arrive(k_ready.index(slot), count=129)
             slot, phase = advance_piece(slot, phase, RING.num_pieces)
-            mbarrier.wait(k_free.index(slot), phase)
         if unit > 0:
             # Of three units on their way this one was asked for first; two may be missing.
             async_copy.wait_group(2)
+        if unit == 2:
+            # Behind the copies, for which the barrier before it is as good.
+            mbarrier.wait(k_free.index(slot), phase)
         if FORMAT == "v32" and unit % 2 == 0:
             scales = read_two_scales(choose_scale_stage(scale_stage, blocks, FORMAT), unit)
         if unit == UNITS - 3:
