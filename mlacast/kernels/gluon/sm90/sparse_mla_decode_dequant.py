@@ -10,13 +10,13 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_block import (
     decode_block,
     fetch,
     load_next_slots,
+    loads_early,
     locate_rows,
     read_block_scales,
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_layouts import ROW
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import (
     TAIL_UNIT,
-    count_units,
     decode_unit,
     end_branch,
     has_tail,
@@ -153,12 +153,11 @@ def run_dequant_role(
     """Fill the ring: per work item the query, then its blocks of 64 keys as bfloat16.
 
     Produces ``k_ready``, consumes ``k_free``. Three units of records are on their way at a time.
-    With four units a record every stage is an allocation of its own: no hazards that are none.
+    Every stage is an allocation of its own: no hazards that are none.
     Keys that do not count are zero and marked in ``mask_smem``.
     """
     NUM_PIECES: gl.constexpr = RING.num_pieces
     FORMAT: gl.constexpr = POOL.record
-    UNITS: gl.constexpr = count_units(FORMAT)
     EXTRA_FORMAT: gl.constexpr = FORMAT if EXTRA is None else EXTRA.record
     MIXED: gl.constexpr = FORMAT != EXTRA_FORMAT
     even_words = _view_words(k_even, NUM_PIECES)
@@ -172,7 +171,7 @@ def run_dequant_role(
     blocks = 0
     step = work.num_programs
     # The cursor of the slots is a block ahead of what is copied, which is one ahead of what is
-    # decoded. It moves on as soon as the addresses are known.
+    # decoded. Where it is early it moves on as soon as the addresses are known.
     at_item = gl.program_id(0)
     _, at_first, at_count, length, extra_length = find_work_range(
         at_item,
@@ -210,6 +209,8 @@ def run_dequant_role(
             EXTRA,
         )
         for _ in range(gl.where(item < 0, 0, count)):
+            if not loads_early(FORMAT, MIXED):
+                slots = load_next_slots(slots[0], work, pool, extra_pool, WORK, POOL, EXTRA)
             mbarrier.wait(k_free.index(slot), phase)
             mask_smem.index(blocks & 3).store(gl.where(rows[2], 0, 1).to(gl.int8))
             # Of three units on their way the first was asked for first; two may be missing.
@@ -236,7 +237,8 @@ def run_dequant_role(
                     tail = tail_words.index(blocks & 1)
                     decode_unit(tail_stage, (), tail, tail, TAIL_UNIT, False, FORMAT, MIXED)
             slot, phase = place
-            mbarrier.arrive(k_ready.index(slot), count=129)
+            # Of "v4" every thread has asked for unscaled dimensions there, and they arrive for it.
+            mbarrier.arrive(k_ready.index(slot), count=1 if FORMAT == "v4" else 129)
             slot, phase = advance_piece(slot, phase, NUM_PIECES)
             blocks += 1
         if item + step < work.num_items:
@@ -260,7 +262,7 @@ def run_dequant_role(
             rows = locate_rows(slots, pool, extra_pool, POOL, EXTRA)
             for unit in gl.static_range(3):
                 fetch(
-                    stages[unit] if UNITS == 4 else stages.index(unit),
+                    stages[unit],
                     tail_stage,
                     choose_scale_stage(scale_stage, 0, FORMAT),
                     rows,
@@ -269,4 +271,5 @@ def run_dequant_role(
                     FORMAT,
                     EXTRA_FORMAT,
                 )
-            slots = load_next_slots(slots[0], work, pool, extra_pool, WORK, POOL, EXTRA)
+            if loads_early(FORMAT, MIXED):
+                slots = load_next_slots(slots[0], work, pool, extra_pool, WORK, POOL, EXTRA)

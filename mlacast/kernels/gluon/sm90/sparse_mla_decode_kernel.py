@@ -13,7 +13,6 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_dequant import run_dequant_rol
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_layouts import SCALE_STAGE, choose_stage_layout
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_output import run_output_role
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import (
-    count_units,
     has_tail,
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_score import run_score_role
@@ -160,15 +159,12 @@ def sparse_mla_decode_kernel(
     QUERY_PIECES: gl.constexpr = 3 if has_tail(FORMAT) else 2
     k_even = gl.allocate_shared_memory(gl.bfloat16, [NUM_PIECES, BLOCK_N, 128], TILE)
     k_odd = gl.allocate_shared_memory(gl.bfloat16, [NUM_PIECES, BLOCK_N, 128], TILE)
-    if count_units(FORMAT) == 4:
-        stages = (
-            gl.allocate_shared_memory(gl.int32, [BLOCK_N, 32], STAGE),
-            gl.allocate_shared_memory(gl.int32, [BLOCK_N, 32], STAGE),
-            gl.allocate_shared_memory(gl.int32, [BLOCK_N, 32], STAGE),
-            gl.allocate_shared_memory(gl.int32, [BLOCK_N, 32], STAGE),
-        )
-    else:
-        stages = gl.allocate_shared_memory(gl.int32, [4, BLOCK_N, 32], STAGE)
+    stages = (
+        gl.allocate_shared_memory(gl.int32, [BLOCK_N, 32], STAGE),
+        gl.allocate_shared_memory(gl.int32, [BLOCK_N, 32], STAGE),
+        gl.allocate_shared_memory(gl.int32, [BLOCK_N, 32], STAGE),
+        gl.allocate_shared_memory(gl.int32, [BLOCK_N, 32], STAGE),
+    )
     tail_stage = k_even
     if FORMAT == "fp8_576":
         tail_stage = gl.allocate_shared_memory(gl.int32, [BLOCK_N, 32], STAGE)

@@ -47,20 +47,26 @@ TO_KEY_UNIT = gl.constexpr(0x5B805B80)
 # 2**56 of a scale, as a number.
 _TO_SCALE_UNIT = gl.constexpr(72057594037927936.0)
 
+# Units of codes of a record, 128 dimensions each; of "v4" the last has 64.
+UNITS = gl.constexpr(4)
 # Number of the last 64 dimensions of "fp8_576", which travel and are decoded with unit 3.
 TAIL_UNIT = gl.constexpr(4)
-
-
-@gluon.constexpr_function
-def count_units(FORMAT):
-    """Units of a record that are decoded: four of codes, in "v4" one of unscaled dimensions."""
-    return 5 if FORMAT == "v4" else 4
 
 
 @gluon.constexpr_function
 def has_tail(FORMAT):
     """Whether keys have 64 dimensions more than values."""
     return FORMAT in ("v32", "fp8_576")
+
+
+@gluon.constexpr_function
+def has_plain(FORMAT):
+    """Whether the last 64 dimensions of a key are bfloat16, which go to their place as they are.
+
+    Their unit is one, where that of the others is 2**64: the query's last dimensions make up for
+    it, and the outputs where these dimensions are values too.
+    """
+    return FORMAT in ("v32", "v4")
 
 
 @gluon.constexpr_function
@@ -72,6 +78,8 @@ def find_unit_words(FORMAT, UNIT):
         return (128, 16)
     if FORMAT == "v4" and UNIT >= 3:
         return (96, 16) if UNIT == 3 else (112, 32)
+    if FORMAT == "v32" and UNIT == 4:
+        return (132, 32)
     return (32 * UNIT, 32)
 
 
@@ -357,13 +365,12 @@ def fetch_unit(stage, rows, valid, UNIT: gl.constexpr, FORMAT: gl.constexpr, MIX
 
 
 @gluon.jit
-def fetch_tail(target, rows, valid):
-    """Start copying the unscaled 64 dimensions of 64 records of "v32" to where they belong.
+def fetch_plain(target, rows, valid, FORMAT: gl.constexpr):
+    """Start copying the unscaled 64 dimensions of 64 records to where they belong.
 
-    They are no part of the values, so that they need not be in the unit of the codes: the query's
-    last dimensions make up for it. ``target`` is an int32 view [64, 32].
+    ``target`` is an int32 view [64, 32].
     """
-    column = 132 + _find_columns(32, WORDS_32)  # [32]
+    column = find_unit_words(FORMAT, 4)[0] + _find_columns(32, WORDS_32)  # [32]
     # [64, 32]
     pointers = gl.convert_layout(rows, ROW, assert_trivial=True)[:, None] + column[None, :]
     mask = gl.convert_layout(valid, ROW, assert_trivial=True)[:, None]
@@ -576,8 +583,6 @@ def decode_unit(
         multipliers = make_unit_multipliers(scales, UNIT, FORMAT)
         values = decode_e4m3(halves.index(0).load(LAYOUT), multipliers, 0)
         target_odd.slice(0, 32, dim=1).store(values)
-    elif FORMAT == "v4" and UNIT == 4:
-        target_odd.slice(32, 32, dim=1).store(multiply_by_2_to_minus_64(stage.load(WORDS_32)))
     elif FORMAT == "v4" or FORMAT == "v41":
         multipliers = make_unit_multipliers(scales, UNIT, FORMAT)
         left = decode_e4m3(halves.index(0).load(LAYOUT), multipliers, 0)
