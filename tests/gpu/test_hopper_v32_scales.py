@@ -93,9 +93,9 @@ def test_both_programs_give_the_same_bits() -> None:
     short = call.on(CUDA)
     _set_scales(records, BLOCK, LONG_SCALE)
     long = replace(call, pools=(_pool(records),)).on(CUDA)
-    results = [_run(short), _run(long)]
-    assert_same(*results)
-    assert_right(CASE, True, results[0], short.expected())
+    written = _run(short)
+    assert_same(written, _run(long), "the other program")
+    assert_right(CASE, True, written, short.expected())
 
 
 def test_blocks_of_both_kinds_in_turn() -> None:

@@ -194,7 +194,8 @@ def decode_block(
     """Decode a block, whose first unit is there, and start copying three units further.
 
     ``blocks`` are those before it. ``place`` is slot and phase of the ring, ``rows`` and ``slots``
-    are of this block and the next. Hands the first half of the block on, not the second.
+    are of this block and the next. Produces ``k_ready`` of the first half of the block; consumes
+    ``k_free`` of the second, whose unscaled dimensions of "v4" arrive there by themselves.
 
     Returns:
         ``place`` and, a block further, ``rows`` and ``slots``.
