@@ -4,19 +4,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_fetch import (
+    fetch_plain,
+    fetch_scales,
+    fetch_unit,
+    find_own_word,
+    view_fp4_scale_stage,
+)
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_layouts import ROW
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import (
     TAIL_UNIT,
     UNITS,
     V32_SCALES,
     decode_unit,
-    fetch_plain,
-    fetch_scales,
-    fetch_unit,
-    find_own_word,
     read_scales,
     read_two_scales,
-    view_fp4_scale_stage,
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_slots import load_slots, locate
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
