@@ -1,7 +1,7 @@
 """The Hopper decode kernel: shared memory, barriers and who gets them.
 
-Dequantisation is in ``sparse_mla_decode_dequant`` and ``_records``, scores and softmax in
-``_score``, the two halves of the output in ``_output``.
+Dequantisation is in ``sparse_mla_decode_dequant``, ``_block``, ``_fetch`` and ``_records``, scores
+and softmax in ``_score``, the two halves of the output in ``_output``.
 """
 
 from triton.experimental import gluon
@@ -196,7 +196,8 @@ def sparse_mla_decode_kernel(
     factor_free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     for i in gl.static_range(NUM_PIECES):
         # Of a query each of 128 threads arrives as its copies land, and one more when all are asked
-        # for; keys, which are stored, arrive as often at once.
+        # for; keys, which are stored, arrive as often at once. The half of a block that unscaled
+        # dimensions of "v4" are copied to is ready as a query is.
         mbarrier.init(k_ready.index(i), count=129)
         mbarrier.init(k_free.index(i), count=1)
     mbarrier.init(p_ready, count=1)

@@ -323,8 +323,8 @@ def _split_float32(bits):
 def read_scales(scale_stage, FORMAT: gl.constexpr, MIXED: gl.constexpr):
     """Scales of 64 records, a tuple of words.
 
-    Of "v32" the record's words [64]; else two words [64, 4] with the scale bytes of the thread's
-    own dimensions, two a unit.
+    Two words [64, 4] with the scale bytes of the thread's own dimensions, two a unit. Not those of
+    "v32".
     """
     if FORMAT == "v41_fp4":
         pairs = scale_stage._reinterpret(gl.int16, [64, 4, 4], SCALE_PAIRS_STAGE)
@@ -357,19 +357,16 @@ def read_scales(scale_stage, FORMAT: gl.constexpr, MIXED: gl.constexpr):
         if WORDS == 2:
             scale_stage = scale_stage._reinterpret(gl.int32, [2, 64, 2], SCALE_STAGE).index(0)
         columns = split_columns(scale_stage.load(LAYOUT), WORDS, ROW)
-        if FORMAT == "v32":
-            return columns
+        # Groups of "v41" are 8 words, and a thread has 4 of either half of a unit.
+        thread = gl.arange(0, 4, gl.SliceLayout(0, BY_THREAD))  # [4]
+        chosen = gl.where(thread < 2, EVEN_BYTES, ODD_BYTES)[None, :]  # [1, 4]
+        if FORMAT == "v41":
+            return (
+                choose_bytes(columns[0], columns[1], chosen),
+                choose_bytes(columns[2], columns[3], chosen),
+            )
         else:
-            # Groups of "v41" are 8 words, and a thread has 4 of either half of a unit.
-            thread = gl.arange(0, 4, gl.SliceLayout(0, BY_THREAD))  # [4]
-            chosen = gl.where(thread < 2, EVEN_BYTES, ODD_BYTES)[None, :]  # [1, 4]
-            if FORMAT == "v41":
-                return (
-                    choose_bytes(columns[0], columns[1], chosen),
-                    choose_bytes(columns[2], columns[3], chosen),
-                )
-            else:
-                return repeat_by_thread(columns[0], chosen), repeat_by_thread(columns[1], chosen)
+            return repeat_by_thread(columns[0], chosen), repeat_by_thread(columns[1], chosen)
 
 
 @gluon.jit
@@ -478,15 +475,17 @@ def decode_unit(
     target_even,
     target_odd,
     UNIT: gl.constexpr,
-    POWERS: gl.constexpr,
+    ONE_PRODUCT: gl.constexpr,
     FORMAT: gl.constexpr,
     MIXED: gl.constexpr,
 ):
     """Turn a staged unit into bfloat16 and store it where its dimensions belong.
 
-    ``scales`` are those of the record, see ``read_scales``. The targets are int32 views [64, 64] of
-    the halves of a piece, ``target_even`` of TAIL_UNIT [64, 32]. Of four codes a word, ``low`` and
-    ``high`` are like the words; multipliers are [64, 4].
+    ``scales`` are those of the record, see ``read_scales`` and ``read_two_scales``. The targets are
+    int32 views [64, 64] of the halves of a piece, ``target_even`` of TAIL_UNIT [64, 32]. Of four
+    codes a word, ``low`` and ``high`` are like the words; multipliers are [64, 4]. Where scales of
+    "v32" have no lower parts ONE_PRODUCT gives the same bits, but for scales of 2**72 and above:
+    infinite where two products are NaN.
     """
     WIDTH: gl.constexpr = find_unit_words(FORMAT, UNIT)[1]
     target = target_even if UNIT % 2 == 0 else target_odd
@@ -508,7 +507,7 @@ def decode_unit(
         store_words(target, gl.reshape(values, (64, 64)))
     elif FORMAT == "v32":
         words = stage.load(WORDS_32)  # [64, 32]
-        if POWERS:
+        if ONE_PRODUCT:
             number = scales[UNIT % 2].to(gl.float32, bitcast=True) * _TO_SCALE_UNIT  # [64]
             number = gl.convert_layout(number.to(gl.int32, bitcast=True), ROW, assert_trivial=True)
             low, high = multiply_e4m3_by_power(words, number[:, None], 1)
