@@ -161,10 +161,16 @@ def time_prefill(
 
 @functools.cache
 def pool_of(kv_format: KvFormat) -> torch.Tensor:
-    """A cache of SLOTS tokens; its bytes are numbers of similar size as codes and as scales."""
+    """A cache of SLOTS tokens; its bytes are numbers of similar size as codes and as scales.
+
+    Scales of "V32" are powers of two, like those that the library writes.
+    """
     cache = kv_format.allocate(SLOTS // PAGE_SIZE, PAGE_SIZE, device=DEVICE)
     every = torch.empty(0, dtype=torch.uint8, device=DEVICE).set_(cache.untyped_storage())
     every.random_(56, 63)
+    if kv_format is V32:
+        exponents = torch.randint(-3, 3, (*cache.shape[:-1], 4), device=DEVICE)
+        cache[..., 512:528] = torch.exp2(exponents.float()).view(torch.uint8)
     return cache
 
 

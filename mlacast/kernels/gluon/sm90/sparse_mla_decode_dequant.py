@@ -5,20 +5,24 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from mlacast.kernels.common.sm90_rotation import hide_value
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_block import (
+    choose_scale_stage,
+    decode_block,
+    fetch,
+    load_next_slots,
+    loads_early,
+    locate_rows,
+    read_block_scales,
+)
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_layouts import ROW
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import (
     TAIL_UNIT,
-    V32_SCALES,
-    count_units,
     decode_unit,
-    fetch_scales,
-    fetch_tail,
-    fetch_unit,
+    end_branch,
     has_tail,
-    read_scales,
-    view_fp4_scale_stage,
+    have_lower_parts,
 )
-from mlacast.kernels.gluon.sm90.sparse_mla_decode_slots import load_slots, locate
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_slots import load_slots
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
     BLOCK_H,
     BLOCK_N,
@@ -124,129 +128,6 @@ def _send_query(
 
 
 @gluon.jit
-def _fetch(
-    stage,
-    tail_stage,
-    scale_stage,
-    row_ptr,
-    scale_ptr,
-    valid,
-    is_extra,
-    UNIT: gl.constexpr,
-    MIXED: gl.constexpr,
-    FORMAT: gl.constexpr,
-    EXTRA_FORMAT: gl.constexpr,
-):
-    """Start copying one unit of 64 records of either pool, with the first all their scales."""
-    if FORMAT == "v32":
-        # From the codes' address, so that a thread keeps one a record.
-        scale_ptr = row_ptr + V32_SCALES
-    if FORMAT == "fp8_576" and UNIT == TAIL_UNIT - 1:
-        fetch_unit(tail_stage, row_ptr, valid, TAIL_UNIT, FORMAT, MIXED)
-    if MIXED:
-        if is_extra:
-            fetch_unit(stage, row_ptr, valid, UNIT, EXTRA_FORMAT, MIXED)
-            if UNIT == 0:
-                fetch_scales(view_fp4_scale_stage(stage), scale_ptr, valid, EXTRA_FORMAT)
-        else:
-            fetch_unit(stage, row_ptr, valid, UNIT, FORMAT, MIXED)
-            if UNIT == 0:
-                fetch_scales(scale_stage, scale_ptr, valid, FORMAT)
-    else:
-        fetch_unit(stage, row_ptr, valid, UNIT, FORMAT, MIXED)
-        if UNIT == 0:
-            fetch_scales(scale_stage, scale_ptr, valid, FORMAT)
-    async_copy.commit_group()
-
-
-@gluon.jit
-def _read_scales(
-    scale_stage,
-    stages,
-    is_extra,
-    MIXED: gl.constexpr,
-    FORMAT: gl.constexpr,
-):
-    """Scales of the block in the stage; with mixed pools those of its pool, in the same words."""
-    if MIXED:
-        if is_extra:
-            scales = read_scales(view_fp4_scale_stage(stages[0]), "v41_fp4", MIXED)
-        else:
-            scales = read_scales(scale_stage, FORMAT, MIXED)
-    else:
-        scales = read_scales(scale_stage, FORMAT, MIXED)
-    return scales
-
-
-@gluon.jit
-def _decode(
-    stage,
-    scales,
-    target_even,
-    target_odd,
-    is_extra,
-    UNIT: gl.constexpr,
-    MIXED: gl.constexpr,
-    FORMAT: gl.constexpr,
-    EXTRA_FORMAT: gl.constexpr,
-):
-    """Decode one unit of either pool: ``decode_unit``, whose shapes these are."""
-    if MIXED:
-        if is_extra:
-            decode_unit(stage, scales, target_even, target_odd, UNIT, EXTRA_FORMAT, MIXED)
-        else:
-            decode_unit(stage, scales, target_even, target_odd, UNIT, FORMAT, MIXED)
-    else:
-        decode_unit(stage, scales, target_even, target_odd, UNIT, FORMAT, MIXED)
-
-
-@gluon.jit
-def _load_next_slots(
-    cursor,
-    work,
-    pool,
-    extra_pool,
-    WORK: gl.constexpr,
-    POOL: gl.constexpr,
-    EXTRA: gl.constexpr,
-):
-    """Move a cursor to the next block and load its slots.
-
-    A cursor is an item, a block of it, its first block, their number, and the lengths of both
-    lists. Past the program's last item it stays in that item.
-
-    Returns:
-        The cursor, the slots [64], and whether they are the extra pool's.
-    """
-    item, block, first, count, length, extra_length = cursor
-    block += 1
-    if block == count:
-        block = 0
-        # A selection stays in uniform registers, where a minimum would not.
-        item = gl.where(item + work.num_programs < work.num_items, item + work.num_programs, item)
-        _, first, count, length, extra_length = find_work_range(
-            item,
-            work,
-            pool,
-            extra_pool,
-            WORK,
-            POOL,
-            EXTRA,
-        )
-    ids, is_extra = load_slots(
-        gl.arange(0, BLOCK_N, ROW),
-        first + block,
-        length,
-        extra_length,
-        find_token(item, work, WORK),
-        pool,
-        extra_pool,
-        EXTRA,
-    )
-    return (item, block, first, count, length, extra_length), ids, is_extra
-
-
-@gluon.jit
 def run_dequant_role(
     q_ptr,
     stride_q_token,
@@ -272,27 +153,25 @@ def run_dequant_role(
     """Fill the ring: per work item the query, then its blocks of 64 keys as bfloat16.
 
     Produces ``k_ready``, consumes ``k_free``. Three units of records are on their way at a time.
-    With four units a record every stage is an allocation of its own: no hazards that are none.
+    Every stage is an allocation of its own: no hazards that are none.
     Keys that do not count are zero and marked in ``mask_smem``.
     """
     NUM_PIECES: gl.constexpr = RING.num_pieces
     FORMAT: gl.constexpr = POOL.record
-    UNITS: gl.constexpr = count_units(FORMAT)
     EXTRA_FORMAT: gl.constexpr = FORMAT if EXTRA is None else EXTRA.record
     MIXED: gl.constexpr = FORMAT != EXTRA_FORMAT
-    TAIL: gl.constexpr = has_tail(FORMAT)
-    # Where the registers allow it.
-    EARLY: gl.constexpr = FORMAT == "v41" and not MIXED and not (WORK.is_split and POOL.has_length)
     even_words = _view_words(k_even, NUM_PIECES)
     odd_words = _view_words(k_odd, NUM_PIECES)
-    if TAIL:
+    tail_words = tail_smem
+    if has_tail(FORMAT):
         tail_words = tail_smem._reinterpret(gl.int32, [2, 64, 32], gl.NVMMASharedLayout(128, 32, 2))
+    memory = (even_words, odd_words, tail_words, stages, tail_stage, scale_stage, k_ready, k_free)
     slot = 0
     phase = 1
     blocks = 0
     step = work.num_programs
     # The cursor of the slots is a block ahead of what is copied, which is one ahead of what is
-    # decoded. With EARLY it moves on as soon as the addresses are known.
+    # decoded. Where it is early it moves on as soon as the addresses are known.
     at_item = gl.program_id(0)
     _, at_first, at_count, length, extra_length = find_work_range(
         at_item,
@@ -314,11 +193,9 @@ def run_dequant_role(
         extra_pool,
         EXTRA,
     )
-    located_extra = next_extra
-    valid = gl.arange(0, BLOCK_N, ROW) < 0  # [64]
-    nowhere = gl.zeros((BLOCK_N,), gl.int64, ROW)  # [64]
-    row_ptr = pool[0] + nowhere  # [64]
-    scale_ptr = pool[0] + nowhere  # [64]
+    slots = (cursor, ids, next_extra)
+    nowhere = pool[0] + gl.zeros((BLOCK_N,), gl.int64, ROW)  # [64]
+    rows = (nowhere, nowhere, gl.arange(0, BLOCK_N, ROW) < 0, next_extra)
     # One round before the first item: its query goes before the keys, whose signal would otherwise
     # wait for them.
     for item in range(gl.program_id(0) - step, work.num_items, step):
@@ -332,84 +209,36 @@ def run_dequant_role(
             EXTRA,
         )
         for _ in range(gl.where(item < 0, 0, count)):
-            is_extra = located_extra
-            if not EARLY:
-                cursor, ids, next_extra = _load_next_slots(
-                    cursor,
-                    work,
-                    pool,
-                    extra_pool,
-                    WORK,
-                    POOL,
-                    EXTRA,
-                )
+            if not loads_early(FORMAT, MIXED):
+                slots = load_next_slots(slots[0], work, pool, extra_pool, WORK, POOL, EXTRA)
             mbarrier.wait(k_free.index(slot), phase)
-            mask_smem.index(blocks & 3).store(gl.where(valid, 0, 1).to(gl.int8))
-            for unit in gl.static_range(UNITS):
-                # Five units take turns in four stages.
-                stage = (blocks + unit) & 3
-                ahead = (stage + 3) & 3
-                if unit == 2:
-                    # Two units of 128 dimensions are a piece: its scores need not wait for more.
-                    mbarrier.arrive(k_ready.index(slot), count=129)
-                    slot, phase = advance_piece(slot, phase, NUM_PIECES)
-                    mbarrier.wait(k_free.index(slot), phase)
-                # Of three units on their way this one was asked for first; two may be missing.
-                async_copy.wait_group(2)
-                if unit == 0:
-                    scales = _read_scales(scale_stage, stages, is_extra, MIXED, FORMAT)
-                if unit == UNITS - 3:
-                    row_ptr, scale_ptr, valid = locate(
-                        ids,
-                        next_extra,
-                        pool,
-                        extra_pool,
-                        POOL,
-                        EXTRA,
+            mask_smem.index(blocks & 3).store(gl.where(rows[2], 0, 1).to(gl.int8))
+            # Of three units on their way the first was asked for first; two may be missing.
+            async_copy.wait_group(2)
+            lists = (memory, work, pool, extra_pool)
+            place = (slot, phase)
+            if FORMAT == "v32":
+                # One branch a block: of one a unit what the others need would spill.
+                if have_lower_parts(choose_scale_stage(scale_stage, blocks, FORMAT)) == 0:
+                    place, rows, slots = decode_block(
+                        blocks, place, rows, slots, (), *lists, True, WORK, POOL, EXTRA, RING
                     )
-                    located_extra = next_extra
-                if FORMAT == "v32" and unit == 0:
-                    # With the copy of the last unit, which is waited for before the block is ready.
-                    fetch_tail(tail_words.index(blocks & 1), row_ptr, valid)
-                # Into the stage of the unit before: the wait has synchronised since it was read.
-                _fetch(
-                    stages[(unit + 3) % 4] if UNITS == 4 else stages.index(ahead),
-                    tail_stage,
-                    scale_stage,
-                    row_ptr,
-                    scale_ptr,
-                    valid,
-                    located_extra if unit >= UNITS - 3 else is_extra,
-                    (unit + 3) % UNITS,
-                    MIXED,
-                    FORMAT,
-                    EXTRA_FORMAT,
-                )
-                if EARLY and unit == UNITS - 3:
-                    cursor, ids, next_extra = _load_next_slots(
-                        cursor,
-                        work,
-                        pool,
-                        extra_pool,
-                        WORK,
-                        POOL,
-                        EXTRA,
+                    end_branch(blocks)
+                else:
+                    place, rows, slots = decode_block(
+                        blocks, place, rows, slots, (), *lists, False, WORK, POOL, EXTRA, RING
                     )
-                _decode(
-                    stages[unit] if UNITS == 4 else stages.index(stage),
-                    scales,
-                    even_words.index(slot),
-                    odd_words.index(slot),
-                    is_extra,
-                    unit,
-                    MIXED,
-                    FORMAT,
-                    EXTRA_FORMAT,
+            else:
+                scales = read_block_scales(scale_stage, stages, rows[3], MIXED, FORMAT)
+                place, rows, slots = decode_block(
+                    blocks, place, rows, slots, scales, *lists, False, WORK, POOL, EXTRA, RING
                 )
-            if FORMAT == "fp8_576":
-                tail = tail_words.index(blocks & 1)
-                decode_unit(tail_stage, scales, tail, tail, TAIL_UNIT, FORMAT, MIXED)
-            mbarrier.arrive(k_ready.index(slot), count=129)
+                if FORMAT == "fp8_576":
+                    tail = tail_words.index(blocks & 1)
+                    decode_unit(tail_stage, (), tail, tail, TAIL_UNIT, False, FORMAT, MIXED)
+            slot, phase = place
+            # Of "v4" every thread has asked for unscaled dimensions there, and they arrive for it.
+            mbarrier.arrive(k_ready.index(slot), count=1 if FORMAT == "v4" else 129)
             slot, phase = advance_piece(slot, phase, NUM_PIECES)
             blocks += 1
         if item + step < work.num_items:
@@ -430,36 +259,17 @@ def run_dequant_role(
                 RING,
             )
         if item < 0:
-            row_ptr, scale_ptr, valid = locate(
-                ids,
-                next_extra,
-                pool,
-                extra_pool,
-                POOL,
-                EXTRA,
-            )
+            rows = locate_rows(slots, pool, extra_pool, POOL, EXTRA)
             for unit in gl.static_range(3):
-                _fetch(
-                    stages[unit] if UNITS == 4 else stages.index(unit),
+                fetch(
+                    stages[unit],
                     tail_stage,
-                    scale_stage,
-                    row_ptr,
-                    scale_ptr,
-                    valid,
-                    next_extra,
+                    choose_scale_stage(scale_stage, 0, FORMAT),
+                    rows,
                     unit,
                     MIXED,
                     FORMAT,
                     EXTRA_FORMAT,
                 )
-            located_extra = next_extra
-            if EARLY:
-                cursor, ids, next_extra = _load_next_slots(
-                    cursor,
-                    work,
-                    pool,
-                    extra_pool,
-                    WORK,
-                    POOL,
-                    EXTRA,
-                )
+            if loads_early(FORMAT, MIXED):
+                slots = load_next_slots(slots[0], work, pool, extra_pool, WORK, POOL, EXTRA)

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from mlacast.kernels.common.sm90_rotation import hide_value
-from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import count_units, has_tail
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import UNITS, has_tail
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_slots import load_slots, locate
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
     BLOCK_H,
@@ -163,7 +163,7 @@ def _send(
     valid = gl.where(block < 0, head < work.num_heads, valid)
     mbarrier.wait(codes_free.index(stage), ((sent >> 1) & 1) ^ 1)
     mask_smem.index(sent & 3).store(gl.where(valid, 0, 1).to(gl.int8))
-    for unit in gl.static_range(count_units(POOL.record)):
+    for unit in gl.static_range(UNITS):
         _copy_rows(codes[unit].index(stage), rows, valid, 32 * unit, _COPY)
     if has_tail(POOL.record):
         _copy_rows(tail_codes.index(stage), rows, valid, 128, _COPY_TAIL)
@@ -226,7 +226,7 @@ def run_fp8_dequant_role(
                 stage = decoded & 1
                 mbarrier.wait(codes_ready.index(stage), (decoded >> 1) & 1)
                 mbarrier.wait(k_free.index(slot), phase)
-                for unit in gl.static_range(count_units(POOL.record)):
+                for unit in gl.static_range(UNITS):
                     if unit == 2:
                         mbarrier.arrive(k_ready.index(slot), count=1)
                         slot, phase = advance_piece(slot, phase, NUM_PIECES)

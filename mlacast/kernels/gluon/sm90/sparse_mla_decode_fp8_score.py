@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from mlacast.kernels.common.sm90_masks import apply_mask, has_marked
 from mlacast.kernels.common.sm90_rotation import hide_value
-from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import count_units, has_tail
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import UNITS, has_tail
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_softmax import (
     finish_item,
     fold_scores,
@@ -99,7 +99,7 @@ def run_fp8_score_role(
             s = warpgroup_mma(query[0], keys, s, use_acc=False, is_async=True)
             keys = codes[1].index(stage).permute((1, 0))
             right = warpgroup_mma(query[1], keys, right, use_acc=False, is_async=True)
-            for unit in gl.static_range(2, count_units(POOL.record)):
+            for unit in gl.static_range(2, UNITS):
                 s, right = warpgroup_mma_wait(0, deps=[s, right])
                 s += right
                 keys = codes[unit].index(stage).permute((1, 0))

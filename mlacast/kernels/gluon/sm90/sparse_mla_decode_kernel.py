@@ -1,7 +1,7 @@
 """The Hopper decode kernel: shared memory, barriers and who gets them.
 
-Dequantisation is in ``sparse_mla_decode_dequant`` and ``_records``, scores and softmax in
-``_score``, the two halves of the output in ``_output``.
+Dequantisation is in ``sparse_mla_decode_dequant``, ``_block``, ``_fetch`` and ``_records``, scores
+and softmax in ``_score``, the two halves of the output in ``_output``.
 """
 
 from triton.experimental import gluon
@@ -13,7 +13,6 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_dequant import run_dequant_rol
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_layouts import SCALE_STAGE, choose_stage_layout
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_output import run_output_role
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import (
-    count_units,
     has_tail,
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_score import run_score_role
@@ -160,19 +159,18 @@ def sparse_mla_decode_kernel(
     QUERY_PIECES: gl.constexpr = 3 if has_tail(FORMAT) else 2
     k_even = gl.allocate_shared_memory(gl.bfloat16, [NUM_PIECES, BLOCK_N, 128], TILE)
     k_odd = gl.allocate_shared_memory(gl.bfloat16, [NUM_PIECES, BLOCK_N, 128], TILE)
-    if count_units(FORMAT) == 4:
-        stages = (
-            gl.allocate_shared_memory(gl.int32, [BLOCK_N, 32], STAGE),
-            gl.allocate_shared_memory(gl.int32, [BLOCK_N, 32], STAGE),
-            gl.allocate_shared_memory(gl.int32, [BLOCK_N, 32], STAGE),
-            gl.allocate_shared_memory(gl.int32, [BLOCK_N, 32], STAGE),
-        )
-    else:
-        stages = gl.allocate_shared_memory(gl.int32, [4, BLOCK_N, 32], STAGE)
+    stages = (
+        gl.allocate_shared_memory(gl.int32, [BLOCK_N, 32], STAGE),
+        gl.allocate_shared_memory(gl.int32, [BLOCK_N, 32], STAGE),
+        gl.allocate_shared_memory(gl.int32, [BLOCK_N, 32], STAGE),
+        gl.allocate_shared_memory(gl.int32, [BLOCK_N, 32], STAGE),
+    )
     tail_stage = k_even
     if FORMAT == "fp8_576":
         tail_stage = gl.allocate_shared_memory(gl.int32, [BLOCK_N, 32], STAGE)
-    scale_stage = gl.allocate_shared_memory(gl.int32, [BLOCK_N, 4], SCALE_STAGE)
+    # Of "v32" read while those of the next block are copied.
+    SCALE_SHAPE: gl.constexpr = [2, BLOCK_N, 4] if FORMAT == "v32" else [BLOCK_N, 4]
+    scale_stage = gl.allocate_shared_memory(gl.int32, SCALE_SHAPE, SCALE_STAGE)
     tail_smem = k_even
     if has_tail(FORMAT):
         # As many blocks as the four pieces of this ring are: where a block's first piece is free,
@@ -198,7 +196,8 @@ def sparse_mla_decode_kernel(
     factor_free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     for i in gl.static_range(NUM_PIECES):
         # Of a query each of 128 threads arrives as its copies land, and one more when all are asked
-        # for; keys, which are stored, arrive as often at once.
+        # for; keys, which are stored, arrive as often at once. The half of a block that unscaled
+        # dimensions of "v4" are copied to is ready as a query is.
         mbarrier.init(k_ready.index(i), count=129)
         mbarrier.init(k_free.index(i), count=1)
     mbarrier.init(p_ready, count=1)

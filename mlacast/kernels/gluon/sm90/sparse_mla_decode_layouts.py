@@ -52,6 +52,16 @@ SCALES_2 = gl.constexpr(
 SCALES_4 = gl.constexpr(
     gl.DistributedLinearLayout([[0, 1], [0, 2], [32, 0]], _COPIED_ROWS, _WARPS, [], [64, 4])
 )
+# All of them in every warp.
+SCALES_4_WARP = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [32, 0]],
+        [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0]],
+        [[0, 0], [0, 0]],
+        [],
+        [64, 4],
+    )
+)
 SCALES_8 = gl.constexpr(
     gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], [32, 0]], _COPIED_ROWS, _WARPS, [], [64, 8])
 )

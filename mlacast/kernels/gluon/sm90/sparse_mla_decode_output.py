@@ -24,8 +24,10 @@ from mlacast.kernels.common.sm90_rotation import (
 )
 from mlacast.kernels.common.sm90_scaled_store import store_scaled_block
 from mlacast.kernels.common.sm90_store import NVFP4
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import has_plain, has_tail
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
     BLOCK_H,
+    KEY_UNIT,
     find_head_start,
     find_split,
     find_work_range,
@@ -42,11 +44,12 @@ def _store_partial(
     first_head,
     num_heads,
     FIRST: gl.constexpr,
+    PLAIN: gl.constexpr,
     FULL_TILES: gl.constexpr,
 ):
     """Store an un-normalised [64, 128] of a split in float32, times ``unit``.
 
-    ``state`` counts rows of 512.
+    ``state`` counts rows of 512. With PLAIN the right half is in units of one.
     """
     # Lanes trade pairs of columns with their neighbours, so that a store has 16 bytes a thread.
     LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
@@ -61,10 +64,22 @@ def _store_partial(
     d = FIRST + gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))  # [128]
     # [64, 128]
     pointers = partial_out_ptr + state * 512 + ((head * 512)[:, None] + d[None, :])
-    if FULL_TILES:
-        gl.store(pointers, o * unit)
+    if PLAIN:
+        o *= gl.where(d % 128 < 64, unit, unit * (1.0 / KEY_UNIT))[None, :]
     else:
-        gl.store(pointers, o * unit, mask=(head < num_heads)[:, None])
+        o *= unit
+    if FULL_TILES:
+        gl.store(pointers, o)
+    else:
+        gl.store(pointers, o, mask=(head < num_heads)[:, None])
+
+
+@gluon.jit
+def _take_to_key_unit(block):
+    """[64, 128], whose right half was summed in units of one, in the unit of the left half."""
+    LAYOUT: gl.constexpr = block.type.layout
+    column = gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))  # [128]
+    return block * gl.where(column < 64, 1.0, 1.0 / KEY_UNIT)[None, :]
 
 
 @gluon.jit
@@ -126,6 +141,8 @@ def run_output_role(
     count = 0
     item_phase = 0
     ROTATES: gl.constexpr = END.rotates_back and HALF == 1 and not WORK.is_split
+    # The last 64 dimensions are not in the unit of the others.
+    PLAIN: gl.constexpr = HALF == 1 and has_plain(POOL.record) and not has_tail(POOL.record)
     IS_NVFP4: gl.constexpr = OUTPUT.kind == NVFP4 and not WORK.is_split
     # Rows that are zero whatever the accumulator and the table hold.
     MASKED: gl.constexpr = END.has_sink or ROTATES
@@ -167,6 +184,8 @@ def run_output_role(
             mbarrier.arrive(p_free, count=1)
             mbarrier.arrive(k_free.index(slot), count=1)
             count += 1
+        if PLAIN and not WORK.is_split and not ROTATES:
+            odd = _take_to_key_unit(odd)
         # The query of the next item.
         slot = skip_pieces(slot, QUERY_PIECES, RING.num_pieces)
         if WORK.is_split:
@@ -183,6 +202,7 @@ def run_output_role(
                     first_head,
                     work.num_heads,
                     HALF * 256 + first,
+                    PLAIN and first == 128,
                     WORK.full_tiles,
                 )
         else:
@@ -205,6 +225,9 @@ def run_output_role(
                 factor = hold_back(factor)
                 if ROTATES and first == 128:
                     cos, sin = load_angles(table_ptr, stride_table, angles, pairs)
+                    if PLAIN:
+                        cos *= 1.0 / KEY_UNIT
+                        sin *= 1.0 / KEY_UNIT
                     block = rotate_back(block, cos, sin, END.half_pairing)
                 alive = gl.where(factor == 0.0, 0, -1)  # [64]
                 store_scaled_block(

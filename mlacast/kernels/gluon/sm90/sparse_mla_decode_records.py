@@ -9,12 +9,10 @@ Scale bytes (ue8m0) above 198 become infinite. The NaN code of e4m3 is not recog
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_layouts import (
     BY_THREAD,
     BY_THREAD_MIXED,
-    FP4_SCALE_STAGE,
     ROW,
     SCALE_PAIRS,
     SCALE_PAIRS_STAGE,
@@ -22,7 +20,7 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_layouts import (
     SCALES_2,
     SCALES_4,
     SCALES_4_MIXED,
-    SCALES_8,
+    SCALES_4_WARP,
     STAGE_16,
     STAGE_16_MIXED,
     WORDS_16,
@@ -43,20 +41,29 @@ mad.lo.u32 $0, t, 0x1111, $1;
 TO_KEY_UNIT = gl.constexpr(0x5B805B80)
 
 
+# 2**56 of a scale, as a number.
+_TO_SCALE_UNIT = gl.constexpr(72057594037927936.0)
+
+# Units of codes of a record, 128 dimensions each; of "v4" the last has 64.
+UNITS = gl.constexpr(4)
 # Number of the last 64 dimensions of "fp8_576", which travel and are decoded with unit 3.
 TAIL_UNIT = gl.constexpr(4)
-
-
-@gluon.constexpr_function
-def count_units(FORMAT):
-    """Units of a record that are decoded: four of codes, in "v4" one of unscaled dimensions."""
-    return 5 if FORMAT == "v4" else 4
 
 
 @gluon.constexpr_function
 def has_tail(FORMAT):
     """Whether keys have 64 dimensions more than values."""
     return FORMAT in ("v32", "fp8_576")
+
+
+@gluon.constexpr_function
+def has_plain(FORMAT):
+    """Whether the last 64 dimensions of a key are bfloat16, which go to their place as they are.
+
+    Their unit is one, where that of the others is 2**64: the query's last dimensions make up for
+    it, and the outputs where these dimensions are values too.
+    """
+    return FORMAT in ("v32", "v4")
 
 
 @gluon.constexpr_function
@@ -68,6 +75,8 @@ def find_unit_words(FORMAT, UNIT):
         return (128, 16)
     if FORMAT == "v4" and UNIT >= 3:
         return (96, 16) if UNIT == 3 else (112, 32)
+    if FORMAT == "v32" and UNIT == 4:
+        return (132, 32)
     return (32 * UNIT, 32)
 
 
@@ -311,67 +320,11 @@ def _split_float32(bits):
 
 
 @gluon.jit
-def fetch_unit(stage, rows, valid, UNIT: gl.constexpr, FORMAT: gl.constexpr, MIXED: gl.constexpr):
-    """Start copying one unit of 64 records; ``rows`` [64] point at them. Invalid ones: zeros."""
-    FIRST: gl.constexpr = find_unit_words(FORMAT, UNIT)[0]
-    WIDTH: gl.constexpr = find_unit_words(FORMAT, UNIT)[1]
-    LAYOUT: gl.constexpr = WORDS_32 if WIDTH == 32 else WORDS_16
-    ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    column = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))  # [WIDTH]
-    # [64, WIDTH]
-    pointers = gl.convert_layout(rows, ROW, assert_trivial=True)[:, None] + column[None, :]
-    mask = gl.convert_layout(valid, ROW, assert_trivial=True)[:, None]  # [64, 1]
-    if WIDTH == 16:
-        stage = stage._reinterpret(gl.int32, [64, 16], STAGE_16_MIXED if MIXED else STAGE_16)
-    async_copy.async_copy_global_to_shared(stage, pointers, mask=mask)
-
-
-@gluon.jit
-def fetch_tail(target, rows, valid):
-    """Start copying the unscaled 64 dimensions of 64 records of "v32" to where they belong.
-
-    They are no part of the values, so that they need not be in the unit of the codes: the query's
-    last dimensions make up for it. ``target`` is an int32 view [64, 32].
-    """
-    column = 132 + gl.arange(0, 32, gl.SliceLayout(0, WORDS_32))  # [32]
-    # [64, 32]
-    pointers = gl.convert_layout(rows, ROW, assert_trivial=True)[:, None] + column[None, :]
-    mask = gl.convert_layout(valid, ROW, assert_trivial=True)[:, None]
-    async_copy.async_copy_global_to_shared(target, pointers, mask=mask)
-
-
-@gluon.jit
-def view_fp4_scale_stage(stage):
-    """Upper half of a stage as [64, 8] words: the units of "v41_fp4" leave it free."""
-    return stage._reinterpret(gl.int32, [4, 64, 8], FP4_SCALE_STAGE).index(2)
-
-
-@gluon.jit
-def fetch_scales(scale_stage, scale_rows, valid, FORMAT: gl.constexpr):
-    """Start copying the scales of 64 records; ``scale_rows`` [64] point at them.
-
-    ``scale_stage`` is [64, 4] words, [64, 8] for "v41_fp4". Per-tensor FP8 has none.
-    """
-    WORDS: gl.constexpr = count_scale_words(FORMAT)
-    if WORDS > 0:
-        LAYOUT: gl.constexpr = SCALES_8 if WORDS == 8 else SCALES_4 if WORDS == 4 else SCALES_2
-        ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-        column = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))  # [WORDS]
-        pointers = (
-            gl.convert_layout(scale_rows, ROW, assert_trivial=True)[:, None] + column[None, :]
-        )  # [64, WORDS]
-        mask = gl.convert_layout(valid, ROW, assert_trivial=True)[:, None]
-        if WORDS == 2:
-            scale_stage = scale_stage._reinterpret(gl.int32, [2, 64, 2], SCALE_STAGE).index(0)
-        async_copy.async_copy_global_to_shared(scale_stage, pointers, mask=mask)
-
-
-@gluon.jit
 def read_scales(scale_stage, FORMAT: gl.constexpr, MIXED: gl.constexpr):
     """Scales of 64 records, a tuple of words.
 
-    Of "v32" the record's words [64]; else two words [64, 4] with the scale bytes of the thread's
-    own dimensions, two a unit.
+    Two words [64, 4] with the scale bytes of the thread's own dimensions, two a unit. Not those of
+    "v32".
     """
     if FORMAT == "v41_fp4":
         pairs = scale_stage._reinterpret(gl.int16, [64, 4, 4], SCALE_PAIRS_STAGE)
@@ -404,19 +357,47 @@ def read_scales(scale_stage, FORMAT: gl.constexpr, MIXED: gl.constexpr):
         if WORDS == 2:
             scale_stage = scale_stage._reinterpret(gl.int32, [2, 64, 2], SCALE_STAGE).index(0)
         columns = split_columns(scale_stage.load(LAYOUT), WORDS, ROW)
-        if FORMAT == "v32":
-            return columns
+        # Groups of "v41" are 8 words, and a thread has 4 of either half of a unit.
+        thread = gl.arange(0, 4, gl.SliceLayout(0, BY_THREAD))  # [4]
+        chosen = gl.where(thread < 2, EVEN_BYTES, ODD_BYTES)[None, :]  # [1, 4]
+        if FORMAT == "v41":
+            return (
+                choose_bytes(columns[0], columns[1], chosen),
+                choose_bytes(columns[2], columns[3], chosen),
+            )
         else:
-            # Groups of "v41" are 8 words, and a thread has 4 of either half of a unit.
-            thread = gl.arange(0, 4, gl.SliceLayout(0, BY_THREAD))  # [4]
-            chosen = gl.where(thread < 2, EVEN_BYTES, ODD_BYTES)[None, :]  # [1, 4]
-            if FORMAT == "v41":
-                return (
-                    choose_bytes(columns[0], columns[1], chosen),
-                    choose_bytes(columns[2], columns[3], chosen),
-                )
-            else:
-                return repeat_by_thread(columns[0], chosen), repeat_by_thread(columns[1], chosen)
+            return repeat_by_thread(columns[0], chosen), repeat_by_thread(columns[1], chosen)
+
+
+@gluon.jit
+def read_two_scales(scale_stage, FIRST: gl.constexpr):
+    """Scales [64] of two units of "v32", from [64, 4] words: all four take too many registers."""
+    return split_columns(scale_stage.slice(FIRST, 2, dim=1).load(SCALES_2), 2, ROW)
+
+
+@gluon.jit
+def _unite(x, y):
+    """Bits of either."""
+    return x | y
+
+
+@gluon.jit
+def have_lower_parts(scale_stage):
+    """Bits of any of [64, 4] words that bfloat16 has not; as one number, for a branch."""
+    # Every warp reads all of them: no exchange between warps.
+    words = scale_stage.load(SCALES_4_WARP)
+    return gl.reduce(gl.reduce(words, 1, _unite), 0, _unite) & 0xFFFF
+
+
+@gluon.jit
+def end_branch(number):
+    """Something that only one branch ends with, so that what both do stays in them.
+
+    The compiler would do their stores behind both, of numbers that are all kept until then.
+    """
+    gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -494,14 +475,17 @@ def decode_unit(
     target_even,
     target_odd,
     UNIT: gl.constexpr,
+    ONE_PRODUCT: gl.constexpr,
     FORMAT: gl.constexpr,
     MIXED: gl.constexpr,
 ):
     """Turn a staged unit into bfloat16 and store it where its dimensions belong.
 
-    ``scales`` are those of the record, see ``read_scales``. The targets are int32 views [64, 64] of
-    the halves of a piece, ``target_even`` of TAIL_UNIT [64, 32]. Of four codes a word, ``low`` and
-    ``high`` are like the words; multipliers are [64, 4].
+    ``scales`` are those of the record, see ``read_scales`` and ``read_two_scales``. The targets are
+    int32 views [64, 64] of the halves of a piece, ``target_even`` of TAIL_UNIT [64, 32]. Of four
+    codes a word, ``low`` and ``high`` are like the words; multipliers are [64, 4]. Where scales of
+    "v32" have no lower parts ONE_PRODUCT gives the same bits, but for scales of 2**72 and above:
+    infinite where two products are NaN.
     """
     WIDTH: gl.constexpr = find_unit_words(FORMAT, UNIT)[1]
     target = target_even if UNIT % 2 == 0 else target_odd
@@ -514,8 +498,6 @@ def decode_unit(
         multipliers = make_unit_multipliers(scales, UNIT, FORMAT)
         values = decode_e4m3(halves.index(0).load(LAYOUT), multipliers, 0)
         target_odd.slice(0, 32, dim=1).store(values)
-    elif FORMAT == "v4" and UNIT == 4:
-        target_odd.slice(32, 32, dim=1).store(multiply_by_2_to_minus_64(stage.load(WORDS_32)))
     elif FORMAT == "v4" or FORMAT == "v41":
         multipliers = make_unit_multipliers(scales, UNIT, FORMAT)
         left = decode_e4m3(halves.index(0).load(LAYOUT), multipliers, 0)
@@ -525,8 +507,13 @@ def decode_unit(
         store_words(target, gl.reshape(values, (64, 64)))
     elif FORMAT == "v32":
         words = stage.load(WORDS_32)  # [64, 32]
-        parts = gl.convert_layout(_split_float32(scales[UNIT]), ROW, assert_trivial=True)  # [64]
-        low, high = _multiply_e4m3_by_number(words, parts[:, None])
+        if ONE_PRODUCT:
+            number = scales[UNIT % 2].to(gl.float32, bitcast=True) * _TO_SCALE_UNIT  # [64]
+            number = gl.convert_layout(number.to(gl.int32, bitcast=True), ROW, assert_trivial=True)
+            low, high = multiply_e4m3_by_power(words, number[:, None], 1)
+        else:
+            parts = gl.convert_layout(_split_float32(scales[UNIT % 2]), ROW, assert_trivial=True)
+            low, high = _multiply_e4m3_by_number(words, parts[:, None])
         store_words(target, gl.reshape(gl.join(low, high), (64, 64)))
     else:
         words = halves.index(0).load(LAYOUT) if WIDTH == 16 else stage.load(WORDS_32)

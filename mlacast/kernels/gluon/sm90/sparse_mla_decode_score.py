@@ -18,7 +18,7 @@ from mlacast.kernels.common.sm90_rotation import (
     rotate,
     split_pairs,
 )
-from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import has_tail
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import has_plain, has_tail
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_softmax import (
     finish_item,
     fold_scores,
@@ -235,7 +235,7 @@ def run_score_role(
         if QUERY.is_rotated:
             cos, sin = load_angles(table_ptr, stride_table, angles, pairs)
             q_rope = gl.convert_layout(rotate(q_rope, cos, sin, QUERY.half_pairing), Q)  # [64, 64]
-        if POOL.record == "v32":
+        if has_plain(POOL.record):
             # The keys' last dimensions are not in the unit of the others.
             q_rope = (q_rope.to(gl.float32) * (1.0 / KEY_UNIT)).to(gl.bfloat16)
         if HAS_TAIL:

@@ -24,8 +24,9 @@ def load_slots(lane, block, length, extra_length, token, pool, extra_pool, EXTRA
         length = gl.where(is_extra, extra_length, length)
         extra_row_ptr = extra_pool.indices_ptr + find_row_offset(token, extra_pool.stride_indices)
         row_ptr = gl.where(is_extra, extra_row_ptr, row_ptr)
-    column = block * BLOCK_N + lane  # [64]
-    return gl.load(row_ptr + column, mask=column < length, other=-1), is_extra
+    # What the block adds to address and mask is the same for all threads: uniform registers.
+    start = block * BLOCK_N
+    return gl.load(row_ptr + start + lane, mask=lane < length - start, other=-1), is_extra
 
 
 @gluon.jit
@@ -36,8 +37,12 @@ def locate(
     extra_pool,
     POOL: gl.constexpr,
     EXTRA: gl.constexpr,
+    first_word=0,
 ):
-    """Addresses [64] of codes and scales of the slots, and which slots exist."""
+    """Addresses [64] of codes, from ``first_word`` [64] of a record, and of scales of the slots.
+
+    Third, which slots exist.
+    """
     cache_ptr = pool.cache_ptr
     stride_page = pool.stride_page
     page_size = pool.page_size
@@ -57,14 +62,15 @@ def locate(
     page = gl.umulhi((ids * 2).to(gl.uint32), gl.cast(inverse, gl.uint32)) >> gl.cast(
         shift, gl.uint32
     )
-    page = page.to(gl.int32)  # [64]
-    offset = ids - page * page_size  # [64]
-    # 64 bits before the factor 4: pages may be 8 GiB apart and more.
+    # No page is negative, and 64 bits of one without a sign take half of the instructions. 64 bits
+    # before the factor 4: pages may be 8 GiB apart and more.
     page_start = page.to(gl.int64) * stride_page * 4  # [64]
+    offset = ids - page.to(gl.int32) * page_size  # [64]
     data, scales = find_record_words(page_size, offset, POOL)  # [64] each
     if EXTRA is not None:  # noqa: SIM102 - both decided while compiling, the second not without
         if POOL.record != EXTRA.record or POOL.is_inline != EXTRA.is_inline:
             extra_data, extra_scales = find_record_words(page_size, offset, EXTRA)
             data = gl.where(is_extra, extra_data, data)
             scales = gl.where(is_extra, extra_scales, scales)
+    data = (data + first_word).to(gl.uint32)
     return cache_ptr + (page_start + data), cache_ptr + (page_start + scales), valid
