@@ -51,8 +51,22 @@ CASES = (
     Case("v4-group64-h12", 12, POW2_64, 3, "half", lengths=True, pools=V4),
     Case("v41-tensor-h8", 8, TENSOR, 4, "interleaved", lengths=True, pools=V41),
     Case("v4-nvfp4", 16, NVFP4, 2, "interleaved", True, True, True, pools=V4_V4, places=MIDDLE),
+    Case("v4-bf16-h32", 32, pools=V4),
+    Case("v4-v4-fused-h32", 32, MX, 4, "interleaved", True, True, True, pools=V4_V4, places=ENDS),
+    Case("v4-chunk-h24", 24, MX32, 3, "half", True, True, True, "chunk16", V4_V4, ENDS),
+    Case("v41-fused-h32", 32, MX, 2, "half", True, True, True, pools=V41_V41, places=ENDS),
+    Case("v41-inline-h17", 17, sink=True, lengths=True, pools=INLINE),
+    Case("v41-beside-group128-h32", 32, PACKED_128, 2, "interleaved", pools=BESIDE, places=ENDS),
+    Case("v4-group64-h31", 31, POW2_64, 1, "half", lengths=True, pools=V4),
+    Case("v41-tensor-h20", 20, TENSOR, 4, "interleaved", lengths=True, pools=V41),
+    Case("v4-nvfp4-h32", 32, NVFP4, 4, "interleaved", True, True, True, pools=V4_V4, places=MIDDLE),
 )
-EDGES = (CASES[0], Case("v41-bf16", 16, pools=V41))
+EDGES = (
+    CASES[0],
+    Case("v41-bf16", 16, pools=V41),
+    Case("v4-bf16-h32", 32, pools=V4),
+    Case("v41-bf16-h24", 24, pools=V41),
+)
 SMALL = Geometry(8, 17, gap=16)
 
 

@@ -12,7 +12,7 @@ from mlacast.kernels.config.output import OutputConfig
 from mlacast.kernels.config.shared_memory import LARGE_SHARED_MEMORY, shared_memory_of
 
 # Heads up to which they are columns of a tile of the Hopper decode, not rows of one of 64.
-FEW_HEADS = 16
+FEW_HEADS = 32
 # Rows (token, head) up to which the merge of splits has few warps on a multiprocessor.
 _FEW_ROWS = 1024
 
@@ -173,9 +173,15 @@ def has_few_heads(
     )
 
 
+def few_heads_tile(num_heads: int) -> int:
+    """Heads of a tile of the Hopper decode of few heads: columns of its products."""
+    return 16 if num_heads <= 16 else 32
+
+
 def few_heads_work(num_heads: int) -> WorkConfig:
-    """A token of the Hopper decode of few heads as one item, whose tile has ``FEW_HEADS`` heads."""
-    return WorkConfig(1, num_heads == FEW_HEADS, is_split=False)
+    """Cut the heads of a token of the Hopper decode of few heads; its keys are not split."""
+    tile = few_heads_tile(num_heads)
+    return WorkConfig(-(-num_heads // tile), num_heads % tile == 0, is_split=False)
 
 
 def ring_config(d_qk: int, has_codes: bool) -> RingConfig:
