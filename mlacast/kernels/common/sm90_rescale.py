@@ -22,15 +22,17 @@ def _write_program(COUNT):
 
 @gluon.constexpr_function
 def _write_column_program(COUNT):
-    """``_write_program`` of COUNT accumulators: two of eight columns, of COUNT, have the factors."""
+    """``_write_program`` of COUNT accumulators: of COUNT columns a thread has two of each eight."""
     columns = [i for i in range(COUNT // 2) if not i & 2]
+    # Bits of an accumulator's number that say in which column it is.
     of_column = COUNT // 2 - 3
     tests = "".join(
         f"setp.neu.{'or.' if column else ''}f32 some, ${2 * COUNT + column}, 0f3F800000"
         f"{', some' if column else ''}; "
         for column in columns
     )
-    products = "".join(f"mul.f32 ${i}, ${i}, ${2 * COUNT + (i & of_column)}; " for i in range(COUNT))
+    factors = [2 * COUNT + (i & of_column) for i in range(COUNT)]
+    products = "".join(f"mul.f32 ${i}, ${i}, ${factors[i]}; " for i in range(COUNT))
     return (
         f"{{ .reg .pred some; {tests}vote.sync.any.pred some, some, 0xffffffff; "
         f"@!some bra DONE; {products}DONE: }}"

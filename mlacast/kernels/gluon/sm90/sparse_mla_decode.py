@@ -131,11 +131,9 @@ def launch_sparse_mla_decode(
     sizes = (*target.tensors.values(), *target.hopper_numbers, num_tokens, num_heads)
     ending = (q_norm_eps or 0.0, *scales.in_pairs)
     if has_few_heads(num_heads, work.is_split, pool_kind, extra_kind, output):
-        few_work = few_heads_work(num_heads)
-        constants |= {"WORK": few_work, "HEADS": few_heads_tile(num_heads)}
+        constants |= {"HEADS": few_heads_tile(num_heads), "WORK": few_heads_work(num_heads)}
         arguments = (*leading, *rope_places, lse, *sizes, *ending)
-        grid = (num_tokens * few_work.head_blocks,)
-        launches.launch(sparse_mla_decode_few_kernel, grid, *arguments, **constants)
+        launches.launch(sparse_mla_decode_few_kernel, (num_tokens,), *arguments, **constants)
         return launches
     constants["RING"] = ring_config(d_qk, has_codes)
     arguments = (*leading, *rope_places, lse, *partials, *sizes, splits, items, programs)

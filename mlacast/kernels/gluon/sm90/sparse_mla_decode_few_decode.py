@@ -26,7 +26,6 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_layouts import (
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_ring import (
     count_chunks,
     find_chunk,
-    find_tile,
     wait_for_chunk,
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_layouts import STAGE_16
@@ -207,9 +206,9 @@ def run_decode_role(
     WAITS: gl.constexpr = list_waits(FORMAT, HALF)
     COUNT: gl.constexpr = len(UNITS)
     PRODUCT: gl.constexpr = product_layout(HEADS)
-    token, head_start = find_tile(HEADS, WORK)
+    token = gl.program_id(0)
     _, _, num_blocks, length, extra_length = find_work_range(
-        gl.program_id(0), 0, pool, extra_pool, WORK, POOL, EXTRA
+        token, 0, pool, extra_pool, WORK, POOL, EXTRA
     )
     # Hidden: addresses of slots would be kept from before the roles part, and spill.
     lane = hide_value(gl.arange(0, BLOCK_N, ROW))  # [64]
@@ -217,7 +216,9 @@ def run_decode_role(
     first = load_slots(lane, 0, *lists, EXTRA)
     second = load_slots(lane, 1, *lists, EXTRA)
     slots = load_slots(lane, 2, *lists, EXTRA)
-    k_words = k_smem._reinterpret(gl.int32, [count_chunks(HEADS), BLOCK_N, 64], gl.NVMMASharedLayout(128, 32, 2))
+    k_words = k_smem._reinterpret(
+        gl.int32, [count_chunks(HEADS), BLOCK_N, 64], gl.NVMMASharedLayout(128, 32, 2)
+    )
     places = _locate_block(first, pool, extra_pool, POOL, EXTRA)
     valid = places[2]
     for n in gl.static_range(COUNT):
@@ -265,7 +266,7 @@ def run_decode_role(
                     FORMAT,
                 )
             if HEADS == 32:
-                # The ring is short: its room is waited for behind the product.
+                # The ring is short: its room is waited for behind the product, which needs none.
                 if UNITS[n] < 4:
                     wait_for_chunk(k_free, block, UNITS[n], HEADS)
                 _store_values(groups, target, UNITS[n])
@@ -277,4 +278,4 @@ def run_decode_role(
         mbarrier.arrive(s_ready, count=1)
         valid = places[2]
         places = next_places
-    end_chunk(ends, token, head_start, (), HALF, HEADS, WORK, END, OUTPUT)
+    end_chunk(ends, token, (), HALF, HEADS, WORK, END, OUTPUT)

@@ -56,7 +56,6 @@ def rotate_end(x, cos, sin, HALF_PAIRING: gl.constexpr):
 def end_chunk(
     ends,
     token,
-    head_start,
     angles,
     NUMBER: gl.constexpr,
     HEADS: gl.constexpr,
@@ -64,7 +63,7 @@ def end_chunk(
     END: gl.constexpr,
     OUTPUT: gl.constexpr,
 ):
-    """Store dimensions ``128 * NUMBER``.. of a tile's heads: outputs times the factor of their head.
+    """Store dimensions ``128 * NUMBER``.. of all heads: outputs times the factor of their head.
 
     ``ends`` are ring, factors, the barriers of both, the target, and the numbers of tokens and
     heads. Consumes ``o_ready`` and ``factor_ready``. ``angles`` are for the last chunk.
@@ -109,7 +108,7 @@ def end_chunk(
         scale,
         token.to(gl.int64),
         gl.where(token == num_tokens - 1, padding_rows, 0),
-        head_start,
+        0,
         num_heads,
         128 * NUMBER,
         WORK.full_tiles,

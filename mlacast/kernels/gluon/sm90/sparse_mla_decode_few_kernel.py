@@ -25,14 +25,17 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_layouts import (
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import LOG2_E, Pool
 
-@gluon.constexpr_function
-def share_registers(HEADS):
-    """Registers of a thread of the outputs and of either decoding; the softmax has the rest of 512."""
-    return [144, 112, 112] if HEADS == 16 else [168, 112, 112]
-
-
 # The arguments of the other kernel, of which this one has no splits and items.
 _ABSENT = ("num_splits", "num_items", "num_programs", "partial_max_ptr", "partial_sum_ptr")
+
+
+@gluon.constexpr_function
+def share_registers(HEADS):
+    """Registers of a thread of the outputs and of either decoding; the softmax has what is left.
+
+    That is 144 and 120, of 512. Sums take 64 or 128.
+    """
+    return [144, 112, 112] if HEADS == 16 else [168, 112, 112]
 
 
 @gluon.jit(
@@ -97,7 +100,7 @@ def sparse_mla_decode_few_kernel(
     END: gl.constexpr,
     OUTPUT: gl.constexpr,
 ):
-    """All heads of one token, at most 16. Grid: (tokens,).
+    """All heads of one token, at most HEADS: 16 or 32. Grid: (tokens,).
 
     Barriers (producer -> consumer): ``q_ready`` softmax -> decoding, ``s_ready`` decoding ->
     softmax, ``s_free`` softmax -> decoding, ``p_ready`` softmax -> output, ``p_free`` output ->
@@ -108,7 +111,7 @@ def sparse_mla_decode_few_kernel(
     NUMBERS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     STAGE: gl.constexpr = choose_stage_layout(False)
-    # Four chunks of 128 dimensions of a block of keys, and of the block after it.
+    # Chunks of 128 dimensions of a block of keys, and of the block after it.
     k_smem = gl.allocate_shared_memory(gl.bfloat16, [count_chunks(HEADS), BLOCK_N, 128], TILE)
     q_smem = gl.allocate_shared_memory(gl.bfloat16, [4, HEADS, 128], TILE)
     # Units of records of two blocks; of what is unscaled in "v4" there is room for one.

@@ -56,7 +56,7 @@ def operand_layout(HEADS):
 
 @gluon.constexpr_function
 def _by_heads(REGISTERS, LANES, HEADS, WIDTH):
-    """Rows [HEADS, WIDTH] of which a warp has all columns: four heads, and of 32 those 16 on."""
+    """Layout of [HEADS, WIDTH]: a warp has all columns of four heads; of 32, also 16 further on."""
     registers = [*REGISTERS, [16, 0]] if HEADS == 32 else [*REGISTERS]
     return gl.DistributedLinearLayout(registers, LANES, _HEAD_WARPS, [], [HEADS, WIDTH])
 

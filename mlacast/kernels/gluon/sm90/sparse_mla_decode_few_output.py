@@ -16,7 +16,6 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_layouts import product_lay
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_ring import (
     find_chunk,
     find_output_piece,
-    find_tile,
     free_chunks,
     view_output_stage,
 )
@@ -58,8 +57,8 @@ def run_output_role(
     gdc_wait()
     PRODUCT: gl.constexpr = product_layout(HEADS)
     COLUMN: gl.constexpr = gl.SliceLayout(0, PRODUCT)
-    token, head_start = find_tile(HEADS, WORK)
-    _, _, num_blocks, _, _ = find_work_range(gl.program_id(0), 0, pool, extra_pool, WORK, POOL, EXTRA)
+    token = gl.program_id(0)
+    _, _, num_blocks, _, _ = find_work_range(token, 0, pool, extra_pool, WORK, POOL, EXTRA)
     o_0 = gl.zeros((128, HEADS), gl.float32, PRODUCT)
     o_1 = gl.zeros((128, HEADS), gl.float32, PRODUCT)
     o_2 = gl.zeros((128, HEADS), gl.float32, PRODUCT)
@@ -81,21 +80,21 @@ def run_output_role(
             o_3 = _add_output(k_smem, weights, o_3, block, 3, HEADS)
             o_0, o_1, o_2, o_3 = warpgroup_mma_wait(0, deps=[o_0, o_1, o_2, o_3])
             mbarrier.arrive(p_free.index(at), count=1)
-            mbarrier.arrive(k_free.index(at), count=1)
+            free_chunks(k_free, block, 0, HEADS)
         else:
-            # The first of either half is what the next block's last waits for.
+            # The next block's last chunks wait for the first of this one.
             o_0 = _add_output(k_smem, weights, o_0, block, 0, HEADS)
             o_2 = _add_output(k_smem, weights, o_2, block, 2, HEADS)
             o_1 = _add_output(k_smem, weights, o_1, block, 1, HEADS)
             o_3 = _add_output(k_smem, weights, o_3, block, 3, HEADS)
             o_0, o_2, o_1, o_3 = warpgroup_mma_wait(2, deps=[o_0, o_2, o_1, o_3])
-            free_chunks(k_free, block, 0)
+            free_chunks(k_free, block, 0, HEADS)
             o_0, o_2, o_1, o_3 = warpgroup_mma_wait(0, deps=[o_0, o_2, o_1, o_3])
             mbarrier.arrive(p_free.index(at), count=1)
-            free_chunks(k_free, block, 1)
+            free_chunks(k_free, block, 1, HEADS)
     stage = view_output_stage(k_smem, HEADS)
     outputs = (o_0, o_1, o_2, o_3)
     for n in gl.static_range(4):
         stage.index(find_output_piece(n, HEADS)).permute((1, 0)).store(outputs[n])
     mbarrier.arrive(o_ready, count=1)
-    end_chunk(ends, token, head_start, (), 2, HEADS, WORK, END, OUTPUT)
+    end_chunk(ends, token, (), 2, HEADS, WORK, END, OUTPUT)

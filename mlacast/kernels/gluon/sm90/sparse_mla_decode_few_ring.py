@@ -1,8 +1,8 @@
-"""Tiles of heads of the Hopper decode of few heads, and the ring of values that its roles share.
+"""The ring of values that the roles of the Hopper decode of few heads share.
 
-Chunks are 128 dimensions of a block of 64 keys: the first two of a block are decoded by one role,
-the last two by the other. Up to 16 heads the ring has two blocks. With 32 the query takes that
-room: either half of the ring has three chunks, which both halves' chunks take in turn.
+A chunk is 128 dimensions of a block of 64 keys; the first two of a block are decoded by one role,
+the last two by the other. For 16 heads the ring has two blocks. With 32 the query takes some of
+that room: either half of the ring has three chunks, in the order in which their role decodes them.
 """
 
 from triton.experimental import gluon
@@ -20,43 +20,42 @@ def count_chunks(HEADS):
 
 @gluon.constexpr_function
 def count_places(HEADS):
-    """Barriers of the ring: a block's, or those of a chunk of either half."""
+    """Barriers of the ring: one a block, or one a chunk of each half."""
     return 2 if HEADS == 16 else 3
 
 
 @gluon.jit
-def find_tile(HEADS: gl.constexpr, WORK: gl.constexpr):
-    """Token and first head of a program."""
-    if WORK.head_blocks == 1:
-        return gl.program_id(0), 0
+def find_place(block, NUMBER: gl.constexpr, HEADS: gl.constexpr):
+    """Barrier of chunk ``NUMBER``, 0 to 3, of a block, and how many had its place before."""
+    if HEADS == 16:
+        return block & 1, block >> 1
     else:
-        item = gl.program_id(0)
-        return item // WORK.head_blocks, item % WORK.head_blocks * HEADS
+        chunk = 2 * block + NUMBER % 2
+        return chunk % count_places(HEADS), chunk // count_places(HEADS)
 
 
 @gluon.jit
 def find_chunk(block, NUMBER: gl.constexpr, HEADS: gl.constexpr):
     """Index of chunk ``NUMBER`` of a block of keys in the ring."""
+    place, _ = find_place(block, NUMBER, HEADS)
     if HEADS == 16:
-        return 4 * (block & 1) + NUMBER
+        return 4 * place + NUMBER
     else:
-        return 3 * (NUMBER // 2) + (2 * block + NUMBER % 2) % 3
+        return count_places(HEADS) * (NUMBER // 2) + place
 
 
 @gluon.jit
 def wait_for_chunk(k_free, block, NUMBER: gl.constexpr, HEADS: gl.constexpr):
-    """Wait until the ring has room for chunk ``NUMBER`` of a block: its half was read."""
-    if HEADS == 16:
-        mbarrier.wait(k_free.index(block & 1), (block >> 1 & 1) ^ 1)
-    else:
-        chunk = 2 * block + NUMBER % 2
-        mbarrier.wait(k_free.index(chunk % 3), (chunk // 3 & 1) ^ 1)
+    """Wait until the ring has room for chunk ``NUMBER`` of a block."""
+    place, before = find_place(block, NUMBER, HEADS)
+    mbarrier.wait(k_free.index(place), (before & 1) ^ 1)
 
 
 @gluon.jit
-def free_chunks(k_free, block, NUMBER: gl.constexpr):
-    """Hand back chunk ``NUMBER`` (0 or 1) of both halves of a block; of a ring of three."""
-    mbarrier.arrive(k_free.index((2 * block + NUMBER) % 3), count=1)
+def free_chunks(k_free, block, NUMBER: gl.constexpr, HEADS: gl.constexpr):
+    """Hand back a block; of 32 heads chunks ``NUMBER`` and ``NUMBER + 2`` of it."""
+    place, _ = find_place(block, NUMBER, HEADS)
+    mbarrier.arrive(k_free.index(place), count=1)
 
 
 @gluon.jit
@@ -68,5 +67,5 @@ def view_output_stage(k_smem, HEADS: gl.constexpr):
 
 @gluon.constexpr_function
 def find_output_piece(NUMBER, HEADS):
-    """Piece of the stage that chunk ``NUMBER`` of the output has: it begins with one of the ring."""
+    """Piece of the stage that chunk ``NUMBER`` of the output has: that of a chunk of the ring."""
     return NUMBER * 32 // HEADS

@@ -20,7 +20,6 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_layouts import (
     partial_layout,
     split_groups,
 )
-from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_ring import find_tile
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_softmax import LAZINESS
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import KEY_UNIT, LN_2, find_work_range
 
@@ -29,19 +28,18 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import KEY_UNIT, LN_2, f
 def _load_query(
     query,
     token,
-    head_start,
     num_heads,
     HEADS: gl.constexpr,
     FULL_TILES: gl.constexpr,
     CHUNK16: gl.constexpr,
 ):
-    """Query of a tile as four chunks [heads, 128]; heads that are not there are zero.
+    """Query of a token as four chunks [heads, 128]; heads that are not there are zero.
 
     ``query`` is its pointer and the strides of tokens and heads.
     """
     q_ptr, stride_q_token, stride_q_head = query
     CHUNK: gl.constexpr = chunk_layout(HEADS)
-    head = head_start + gl.arange(0, HEADS, gl.SliceLayout(1, CHUNK))  # [heads]
+    head = gl.arange(0, HEADS, gl.SliceLayout(1, CHUNK))  # [heads]
     base = q_ptr + token.to(gl.int64) * stride_q_token
     chunks = ()
     for n in gl.static_range(4):
@@ -138,7 +136,6 @@ def _finish(
     base,
     partial_sum,
     token,
-    head_start,
     num_heads,
     factor_smem,
     factor_ready,
@@ -153,7 +150,7 @@ def _finish(
     value before that factor.
     """
     total = gl.convert_layout(gl.sum(partial_sum, 1), base.type.layout)  # [heads]
-    head = head_start + gl.arange(0, base.shape[0], base.type.layout)  # [heads]
+    head = gl.arange(0, base.shape[0], base.type.layout)  # [heads]
     empty = total == 0.0
     divisor = gl.where(empty, 1.0, total)  # [heads]
     lse = gl.where(empty, -float("inf"), (base + gl.log2(divisor)) * LN_2)  # [heads]
@@ -209,25 +206,23 @@ def run_softmax_role(
     gdc_launch_dependents()
     FORMAT: gl.constexpr = POOL.record
     GROUP: gl.constexpr = group_layout(HEADS)
-    token, head_start = find_tile(HEADS, WORK)
+    token = gl.program_id(0)
     # What comes from memory is asked for in the order in which it is needed, also the sink.
     position = 0
     if QUERY.is_rotated or END.rotates_back:
         position = load_position(rope, token)
-    chunks = _load_query(
-        query, token, head_start, num_heads, HEADS, WORK.full_tiles, QUERY.chunk16
-    )
+    chunks = _load_query(query, token, num_heads, HEADS, WORK.full_tiles, QUERY.chunk16)
     angles = ()
     if QUERY.is_rotated or END.rotates_back:
         angles = load_row_angles(rope, position, HEADS, END.half_pairing)
-    head = head_start + gl.arange(0, HEADS, gl.SliceLayout(1, GROUP))  # [heads]
+    head = gl.arange(0, HEADS, gl.SliceLayout(1, GROUP))  # [heads]
     sink = 0.0
     if END.has_sink:
         sink = gl.load(sink_ptr + head, mask=head < num_heads, other=-float("inf"))  # [heads]
     scale = _send_query(
         chunks, angles, q_smem, q_ready, eps, score_scale_log2 * KEY_UNIT, QUERY, FORMAT
     )
-    _, _, num_blocks, _, _ = find_work_range(gl.program_id(0), 0, pool, extra_pool, WORK, POOL, EXTRA)
+    _, _, num_blocks, _, _ = find_work_range(token, 0, pool, extra_pool, WORK, POOL, EXTRA)
     base = gl.full((HEADS,), -float("inf"), gl.float32, gl.SliceLayout(1, GROUP))
     partial_sum = gl.full((HEADS, 8), 0.0, gl.float32, partial_layout(HEADS))
     for block in range(num_blocks):
@@ -245,7 +240,6 @@ def run_softmax_role(
         base,
         partial_sum,
         token,
-        head_start,
         num_heads,
         factor_smem,
         factor_ready,
@@ -254,4 +248,4 @@ def run_softmax_role(
         KEY_UNIT * v_scale,
         END,
     )
-    end_chunk(ends, token, head_start, angles, 3, HEADS, WORK, END, OUTPUT)
+    end_chunk(ends, token, angles, 3, HEADS, WORK, END, OUTPUT)
