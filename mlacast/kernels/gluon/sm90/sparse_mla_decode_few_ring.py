@@ -46,14 +46,14 @@ def find_chunk(block, NUMBER: gl.constexpr, HEADS: gl.constexpr):
 
 @gluon.jit
 def wait_for_chunk(k_free, block, NUMBER: gl.constexpr, HEADS: gl.constexpr):
-    """Wait until the ring has room for chunk ``NUMBER`` of a block."""
+    """Consume ``k_free`` of chunk ``NUMBER`` of a block: the ring has room for it."""
     place, before = find_place(block, NUMBER, HEADS)
     mbarrier.wait(k_free.index(place), (before & 1) ^ 1)
 
 
 @gluon.jit
 def free_chunks(k_free, block, NUMBER: gl.constexpr, HEADS: gl.constexpr):
-    """Hand back a block; of 32 heads chunks ``NUMBER`` and ``NUMBER + 2`` of it."""
+    """Produce ``k_free`` of a block; of 32 heads, of chunks ``NUMBER`` and ``NUMBER + 2`` of it."""
     place, _ = find_place(block, NUMBER, HEADS)
     mbarrier.arrive(k_free.index(place), count=1)
 
