@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.time_sm90 import TIME_LIMIT_S, V4, V41, decode_calls, graph_us  # noqa: E402
 
-HEADS = (8, 16, 32, 64)
-TOKENS = (64, 128, 256)
+HEADS = (8, 16, 24, 32, 64)
+TOKENS = (32, 64, 96, 128, 256)
 
 
 def main() -> None:

@@ -51,8 +51,22 @@ CASES = (
     Case("v4-group64-h12", 12, POW2_64, 3, "half", lengths=True, pools=V4),
     Case("v41-tensor-h8", 8, TENSOR, 4, "interleaved", lengths=True, pools=V41),
     Case("v4-nvfp4", 16, NVFP4, 2, "interleaved", True, True, True, pools=V4_V4, places=MIDDLE),
+    Case("v4-bf16-h32", 32, pools=V4),
+    Case("v4-v4-fused-h32", 32, MX, 4, "interleaved", True, True, True, pools=V4_V4, places=ENDS),
+    Case("v4-chunk-h24", 24, MX32, 3, "half", True, True, True, "chunk16", V4_V4, ENDS),
+    Case("v41-fused-h32", 32, MX, 2, "half", True, True, True, pools=V41_V41, places=ENDS),
+    Case("v41-inline-h17", 17, sink=True, lengths=True, pools=INLINE),
+    Case("v41-beside-group128-h32", 32, PACKED_128, 2, "interleaved", pools=BESIDE, places=ENDS),
+    Case("v4-group64-h31", 31, POW2_64, 1, "half", lengths=True, pools=V4),
+    Case("v41-tensor-h20", 20, TENSOR, 4, "interleaved", lengths=True, pools=V41),
+    Case("v4-nvfp4-h32", 32, NVFP4, 4, "interleaved", True, True, True, pools=V4_V4, places=MIDDLE),
 )
-EDGES = (CASES[0], Case("v41-bf16", 16, pools=V41))
+EDGES = (
+    CASES[0],
+    Case("v41-bf16", 16, pools=V41),
+    Case("v4-bf16-h32", 32, pools=V4),
+    Case("v41-bf16-h24", 24, pools=V41),
+)
 SMALL = Geometry(8, 17, gap=16)
 
 
@@ -97,9 +111,9 @@ def test_scores_that_grow_along_a_row(case: Case) -> None:
     assert_right(case, True, call.run(launch_sparse_mla_decode, case), call.expected())
 
 
-def test_rows_do_not_depend_on_their_batch() -> None:
+@pytest.mark.parametrize("case", [case for case in CASES if "v41-fused" in case.name], ids=case_id)
+def test_rows_do_not_depend_on_their_batch(case: Case) -> None:
     """Lists so short that nothing is split, whatever the number of tokens."""
-    case = CASES[3]
     call = draw_decode(case, Shape(150, 128, extra_topk=192), CUDA)
     options: dict[str, Any] = {"num_splits": None, "batch_invariant": True}
     together = call.run(launch_sparse_mla_decode, case, **options)
@@ -109,9 +123,9 @@ def test_rows_do_not_depend_on_their_batch() -> None:
         assert_same(together.rows(alone), written, "a batch of one")
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if "v4-v4" in case.name], ids=case_id)
 @pytest.mark.parametrize("spoil", ["query", "angles"])
-def test_an_empty_token_ignores_what_it_has(spoil: str) -> None:
-    case = CASES[1]
+def test_an_empty_token_ignores_what_it_has(spoil: str, case: Case) -> None:
     call = draw_decode(case, Shape(14, 128, extra_topk=64), CUDA)
     if spoil == "angles":
         call = replace(call, options=spoil_angles(call.options))
@@ -120,11 +134,12 @@ def test_an_empty_token_ignores_what_it_has(spoil: str) -> None:
     assert_right(case, True, written, call.expected())
 
 
-def test_kernels_in_a_row_see_what_was_written() -> None:
+@pytest.mark.parametrize("heads", [16, 32])
+def test_kernels_in_a_row_see_what_was_written(heads: int) -> None:
     """Each starts before the one in front of it has ended: a writer of the cache, two decodes."""
     torch.manual_seed(3)
     latents = torch.randn(12, 4096, 512, device=CUDA).bfloat16()
-    queries = torch.randn(12, 24, 16, 512, device=CUDA).bfloat16()
+    queries = torch.randn(12, 24, heads, 512, device=CUDA).bfloat16()
     cache = mlacast.KvFormat.V41.allocate(64, 64, d_qk=512, device=CUDA)
     slots = torch.arange(4096, device=CUDA)
     indices = torch.randint(0, 4096, (24, 512), dtype=torch.int32, device=CUDA)

@@ -103,14 +103,14 @@ def _rope(**options: Any) -> mlacast.Rope:
     return mlacast.Rope(torch.zeros(9, 64), torch.zeros(2, dtype=INT32), **options)
 
 
-@pytest.mark.parametrize("heads", [1, 16, 48, 63, 64, 65, 96, 128])
+@pytest.mark.parametrize("heads", [1, 16, 17, 32, 33, 48, 63, 64, 65, 96, 128])
 def test_tiles_of_heads_cover_all_and_say_whether_they_are_full(heads: int, told: Told) -> None:
     _decode(heads)
     _prefill(heads, 512)
     _prefill(heads, 576)
     for launch in told:
         assert launch["WORK"].head_blocks == (heads + 63) // 64
-        rows = 16 if launch["kernel"] == "sparse_mla_decode_few_kernel" else 64
+        rows = launch.get("HEADS", 64)
         assert launch["WORK"].full_tiles == (heads % rows == 0)
         assert launch["num_heads"] == heads
 
@@ -257,7 +257,7 @@ def test_other_queries_over_such_caches_are_multiplied_in_bfloat16(d_qk: int, to
     assert (launch["stride_q_token"], launch["stride_q_head"]) == (16 * d_qk, d_qk)
 
 
-@pytest.mark.parametrize("heads", [16, 5])
+@pytest.mark.parametrize("heads", [16, 5, 32, 24])
 @pytest.mark.parametrize("num_splits", [1, 2])
 def test_few_heads_are_one_program_a_token_unless_split(
     heads: int, num_splits: int, told: Told
@@ -273,7 +273,8 @@ def test_few_heads_are_one_program_a_token_unless_split(
         return
     assert launch["kernel"] == "sparse_mla_decode_few_kernel" and len(told) == 1
     assert launch["grid"] == (2,) == (launch["num_tokens"],)
-    assert launch["WORK"] == (1, heads == 16, False) and launch["num_heads"] == heads
+    assert launch["HEADS"] == (16 if heads <= 16 else 32) and launch["num_heads"] == heads
+    assert launch["WORK"] == (1, heads == launch["HEADS"], False)
     assert launch["sink_ptr"] is sink and launch["END"].has_sink
     assert launch["positions_ptr"] is positions.positions
 

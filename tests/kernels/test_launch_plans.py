@@ -39,6 +39,7 @@ from mlacast.kernels.config.sparse_attention import (
     PrefillWork,
     TileConfig,
     WorkConfig,
+    few_heads_tile,
     few_heads_work,
     has_few_heads,
     hopper_decode_plan,
@@ -109,7 +110,9 @@ _PACKED = OutputConfig(4, 32, 4096, False, 1e-4, 0)
         (16, False, _V4, _V4._replace(has_length=True), 4, True),
         (1, False, _V41._replace(is_inline=True), None, 0, True),
         (8, False, _V41, _V41._replace(is_inline=True), 5, True),
-        (17, False, _V4, _V4, 4, False),
+        (32, False, _V4, _V4, 4, True),
+        (17, False, _V41, None, 3, True),
+        (33, False, _V4, _V4, 4, False),
         (16, True, _V4, _V4, 4, False),
         (16, False, _V41, _FP4, 4, False),
         (16, False, PoolConfig("v32"), None, 4, False),
@@ -120,6 +123,8 @@ _PACKED = OutputConfig(4, 32, 4096, False, 1e-4, 0)
         "two pools",
         "one",
         "both placements",
+        "32 heads",
+        "17 heads",
         "heads",
         "splits",
         "fp4",
@@ -140,8 +145,19 @@ def test_few_heads_have_a_kernel_of_their_own(
     assert has_few_heads(num_heads, is_split, pool, extra, output) is chosen
 
 
-@pytest.mark.parametrize(("num_heads", "is_full"), [(16, True), (8, False), (15, False)])
-def test_a_token_of_few_heads_is_one_tile_of_16(num_heads: int, is_full: bool) -> None:
+@pytest.mark.parametrize(
+    ("num_heads", "tile", "is_full"),
+    [
+        (1, 16, False),
+        (15, 16, False),
+        (16, 16, True),
+        (17, 32, False),
+        (24, 32, False),
+        (32, 32, True),
+    ],
+)
+def test_a_token_of_few_heads_is_one_tile(num_heads: int, tile: int, is_full: bool) -> None:
+    assert few_heads_tile(num_heads) == tile
     assert few_heads_work(num_heads) == WorkConfig(1, is_full, False)
 
 

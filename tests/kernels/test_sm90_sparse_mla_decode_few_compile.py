@@ -16,7 +16,7 @@ from mlacast.kernels.config.attention import (  # noqa: E402
     ScaleConfig,
 )
 from mlacast.kernels.config.output import OutputConfig  # noqa: E402
-from mlacast.kernels.config.sparse_attention import few_heads_work  # noqa: E402
+from mlacast.kernels.config.sparse_attention import few_heads_tile, few_heads_work  # noqa: E402
 from tests.kernels.sm90_build import build, needs_gated_triton
 
 pytestmark = needs_gated_triton
@@ -34,13 +34,17 @@ def _pools(main: PoolConfig, extra: PoolConfig | None = None) -> dict[str, Any]:
     return {"POOL": main, "EXTRA": extra}
 
 
+def _heads(num_heads: int) -> dict[str, Any]:
+    return {"HEADS": few_heads_tile(num_heads), "WORK": few_heads_work(num_heads)}
+
+
 V4, V41 = PoolConfig("v4"), PoolConfig("v41")
 LONG_V4, LONG_V41 = V4._replace(has_length=True), V41._replace(has_length=True)
 INLINE = LONG_V41._replace(is_inline=True)
 PLAIN = {
     **BF16,
     **_pools(V4),
-    "WORK": few_heads_work(16),
+    **_heads(16),
     "SCALES": ScaleConfig(),
     "QUERY": QueryConfig(512),
     "END": EndConfig(),
@@ -52,7 +56,8 @@ FUSED = {
     "QUERY": QueryConfig(512, has_norm=True, is_rotated=True),
     "END": EndConfig(has_sink=True, rotates_back=True),
 }
-PARTIAL = {"WORK": few_heads_work(8)}
+PARTIAL = _heads(8)
+TILE_32, PARTIAL_32 = _heads(32), _heads(17)
 HALF = {
     "QUERY": QueryConfig(512, chunk16=True, has_norm=True, is_rotated=True, half_pairing=True),
     "END": EndConfig(has_sink=True, rotates_back=True, half_pairing=True),
@@ -69,6 +74,17 @@ CONFIGURATIONS = {
     "v4-tensor-scales": FUSED | TENSOR | {"SCALES": ScaleConfig(True, True)},
     "v4-nvfp4": FUSED | NVFP4,
     "v41-nvfp4-partial": FUSED | PARTIAL | NVFP4 | _pools(LONG_V41, LONG_V41),
+    "v4-h32": PLAIN | TILE_32,
+    "v41-h32": PLAIN | TILE_32 | _pools(V41),
+    "v4-fused-h32": FUSED | TILE_32,
+    "v41-fused-h32": FUSED | TILE_32 | _pools(LONG_V41, LONG_V41),
+    "v4-chunked-h17": FUSED | PARTIAL_32 | HALF | CHUNKED_MXFP8,
+    "v41-inline-chunked-h17": FUSED | PARTIAL_32 | HALF | CHUNKED_MXFP8 | _pools(LONG_V41, INLINE),
+    "v4-group64-h17": PLAIN | PARTIAL_32 | POW2_64 | {"END": EndConfig(rotates_back=True)},
+    "v41-group128-h32": FUSED | TILE_32 | PACKED_128 | _pools(V41, V41),
+    "v4-tensor-scales-h32": FUSED | TILE_32 | TENSOR | {"SCALES": ScaleConfig(True, True)},
+    "v4-nvfp4-h32": FUSED | TILE_32 | NVFP4,
+    "v41-nvfp4-h17": FUSED | PARTIAL_32 | NVFP4 | _pools(LONG_V41, LONG_V41),
 }
 # Of either decoding role: one more a unit goes unnoticed otherwise.
 BARRIERS = {"v4": 12, "v41": 10}
@@ -82,11 +98,15 @@ def test_compiles_without_spills_or_serialised_wgmma(constants: dict[str, Any]) 
     from mlacast.kernels.gluon.sm90.sparse_mla_decode_kernel import OPTIONS, UNALIGNED
 
     built = build(sparse_mla_decode_few_kernel, OPTIONS, constants, UNALIGNED)
-    assert built.products == {"64x16": 32 + 32}, "scores of 512 dimensions, output of 64 keys"
+    heads = constants["HEADS"]
+    products = {f"64x{heads}": 32 + 32}
+    assert built.products == products, "scores of 512 dimensions, output of 64 keys"
     assert built.copy_bits == {"64", "128"}, "scales and codes, whole pieces"
     assert built.copy_barriers <= BARRIERS[constants["POOL"].record]
-    # Heads of 512 dimensions, 16 a thread: bfloat16, codes of eight bits, words of eight of four.
-    assert built.wide_stores == {0: {"128": 8}, 5: {}}.get(constants["OUTPUT"].kind, {"64": 8})
+    # Heads of 512 dimensions, 8 a thread: bfloat16, codes of eight bits, words of eight of four.
+    pieces = heads * 512 // 8 // 128
+    kinds = {0: {"128": pieces}, 5: {}}
+    assert built.wide_stores == kinds.get(constants["OUTPUT"].kind, {"64": pieces})
     # Both halves are multiplied where they were decoded: what is stored is what the output reads.
     roles = re.split("USETMAXREG", built.sass)
     decoding = [role for role in roles if "LDGSTS" in role]

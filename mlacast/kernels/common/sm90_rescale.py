@@ -21,15 +21,18 @@ def _write_program(COUNT):
 
 
 @gluon.constexpr_function
-def _write_column_program():
-    """``_write_program`` of 16 accumulators: the thread's four columns, of 16, have the factors."""
-    columns = (0, 1, 4, 5)
+def _write_column_program(COUNT):
+    """``_write_program`` of COUNT accumulators: of COUNT columns a thread has two of each eight."""
+    columns = [i for i in range(COUNT // 2) if not i & 2]
+    # Bits of an accumulator's number that say in which column it is.
+    of_column = COUNT // 2 - 3
     tests = "".join(
-        f"setp.neu.{'or.' if column else ''}f32 some, ${32 + column}, 0f3F800000"
+        f"setp.neu.{'or.' if column else ''}f32 some, ${2 * COUNT + column}, 0f3F800000"
         f"{', some' if column else ''}; "
         for column in columns
     )
-    products = "".join(f"mul.f32 ${i}, ${i}, ${32 + (i & 5)}; " for i in range(16))
+    factors = [2 * COUNT + (i & of_column) for i in range(COUNT)]
+    products = "".join(f"mul.f32 ${i}, ${i}, ${factors[i]}; " for i in range(COUNT))
     return (
         f"{{ .reg .pred some; {tests}vote.sync.any.pred some, some, 0xffffffff; "
         f"@!some bra DONE; {products}DONE: }}"
@@ -60,12 +63,13 @@ def rescale(o, alpha, COUNT: gl.constexpr):
 
 @gluon.jit
 def rescale_columns(o, alpha):
-    """``o * alpha[None, :]``, [128, 16] and [16]; as ``rescale``."""
+    """``o * alpha[None, :]``, [128, n] and [n], n 16 or 32; as ``rescale``."""
+    COUNT: gl.constexpr = o.shape[1]
     return gl.inline_asm_elementwise(
-        _write_column_program(),
-        _list_operands(16),
+        _write_column_program(COUNT),
+        _list_operands(COUNT),
         [o, alpha[None, :]],
         dtype=gl.float32,
         is_pure=False,
-        pack=16,
+        pack=COUNT,
     )

@@ -11,8 +11,9 @@ from mlacast.kernels.config.attention import PoolConfig
 from mlacast.kernels.config.output import OutputConfig
 from mlacast.kernels.config.shared_memory import LARGE_SHARED_MEMORY, shared_memory_of
 
-# Heads up to which they are columns of a tile of the Hopper decode, not rows of one of 64.
-FEW_HEADS = 16
+# Heads that a tile of the Hopper decode has as columns, where a token has no more of them; else
+# they are rows of tiles of 64.
+FEW_HEADS = (16, 32)
 # Rows (token, head) up to which the merge of splits has few warps on a multiprocessor.
 _FEW_ROWS = 1024
 
@@ -165,7 +166,7 @@ def has_few_heads(
     """
     is_alike = extra is None or extra.record == pool.record
     return (
-        num_heads <= FEW_HEADS
+        num_heads <= FEW_HEADS[-1]
         and not is_split
         and pool.record in _FEW_HEADS_RECORDS
         and is_alike
@@ -173,9 +174,14 @@ def has_few_heads(
     )
 
 
+def few_heads_tile(num_heads: int) -> int:
+    """Heads of a tile of the Hopper decode of few heads: columns of its products."""
+    return next(tile for tile in FEW_HEADS if num_heads <= tile)
+
+
 def few_heads_work(num_heads: int) -> WorkConfig:
-    """A token of the Hopper decode of few heads as one item, whose tile has ``FEW_HEADS`` heads."""
-    return WorkConfig(1, num_heads == FEW_HEADS, is_split=False)
+    """A token of the Hopper decode of few heads as one item, a tile of ``few_heads_tile``."""
+    return WorkConfig(1, num_heads == few_heads_tile(num_heads), is_split=False)
 
 
 def ring_config(d_qk: int, has_codes: bool) -> RingConfig:

@@ -1,7 +1,7 @@
 """Hopper ``sparse_mla_decode``: four warpgroups with one role each, paged caches, split-KV.
 
 This is the launch; the kernels are ``sparse_mla_decode_kernel`` for bfloat16 queries,
-``sparse_mla_decode_few_kernel`` for up to 16 heads of them, and ``sparse_mla_decode_fp8_kernel``
+``sparse_mla_decode_few_kernel`` for up to 32 heads of them, and ``sparse_mla_decode_fp8_kernel``
 for e4m3 ones. Their roles stand beside them.
 """
 
@@ -32,6 +32,7 @@ from mlacast.kernels.config.attention import (
     query_config,
 )
 from mlacast.kernels.config.sparse_attention import (
+    few_heads_tile,
     few_heads_work,
     has_few_heads,
     hopper_decode_plan,
@@ -130,7 +131,7 @@ def launch_sparse_mla_decode(
     sizes = (*target.tensors.values(), *target.hopper_numbers, num_tokens, num_heads)
     ending = (q_norm_eps or 0.0, *scales.in_pairs)
     if has_few_heads(num_heads, work.is_split, pool_kind, extra_kind, output):
-        constants["WORK"] = few_heads_work(num_heads)
+        constants |= {"HEADS": few_heads_tile(num_heads), "WORK": few_heads_work(num_heads)}
         arguments = (*leading, *rope_places, lse, *sizes, *ending)
         launches.launch(sparse_mla_decode_few_kernel, (num_tokens,), *arguments, **constants)
         return launches

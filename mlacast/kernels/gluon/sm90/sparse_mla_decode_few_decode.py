@@ -15,14 +15,18 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_end import end_chunk
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_layouts import (
     BLOCK_N,
     BY_THREAD,
-    HEADS,
-    OPERAND,
-    PRODUCT,
     ROW,
     SCALES,
     WORDS_16,
     WORDS_32,
+    operand_layout,
     order_group,
+    product_layout,
+)
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_ring import (
+    count_chunks,
+    find_chunk,
+    wait_for_chunk,
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_layouts import STAGE_16
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import (
@@ -113,38 +117,41 @@ def _read_codes(stage, UNIT: gl.constexpr, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def _decode(codes, scales, target, UNIT: gl.constexpr, FORMAT: gl.constexpr):
-    """Codes of a unit to bfloat16, 2**-64 of their value, also stored among the values.
-
-    ``target`` is the int32 view [64, 64] of 128 dimensions of the block.
+def _decode(codes, scales, UNIT: gl.constexpr, FORMAT: gl.constexpr):
+    """Codes of a unit to bfloat16, 2**-64 of their value.
 
     Returns:
         groups of 64 dimensions as words [64, 32] of two.
     """
     if FORMAT == "v4" and UNIT == 4:
-        plain = multiply_by_2_to_minus_64(codes[0])
-        target.slice(32, 32, dim=1).store(plain)
-        return (plain,)
+        return (multiply_by_2_to_minus_64(codes[0]),)
     else:
         multipliers = make_unit_multipliers((scales, scales), UNIT, FORMAT)
         left = decode_e4m3(codes[0], multipliers, 0)
         if FORMAT == "v4" and UNIT == 3:
-            target.slice(0, 32, dim=1).store(left)
             return (left,)
         else:
-            right = decode_e4m3(codes[1], multipliers, 1)
-            # One store: between two to the same tile there would be a barrier.
-            values = gl.permute(gl.join(left, right), (0, 2, 1))  # [64, 2, 32]
-            store_words(target, gl.reshape(values, (BLOCK_N, 64)))
-            return (left, right)
+            return (left, decode_e4m3(codes[1], multipliers, 1))
 
 
 @gluon.jit
-def _take_operand(words, FORMAT: gl.constexpr, GROUP: gl.constexpr):
+def _store_values(groups, target, UNIT: gl.constexpr):
+    """Groups of a unit to their place in ``target``, the int32 view [64, 64] of a chunk."""
+    if len(groups) == 2:
+        # One store: between two to the same tile there would be a barrier.
+        values = gl.permute(gl.join(groups[0], groups[1]), (0, 2, 1))  # [64, 2, 32]
+        store_words(target, gl.reshape(values, (BLOCK_N, 64)))
+    else:
+        target.slice(32 if UNIT == 4 else 0, 32, dim=1).store(groups[0])
+
+
+@gluon.jit
+def _take_operand(words, HEADS: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr):
     """Words [64, 32] of two dimensions as the left operand [64, 64] of a product."""
     pairs = gl.join(words.to(gl.int16), (words >> 16).to(gl.int16))  # [64, 32, 2]
     ordered = order_group(gl.reshape(pairs, (BLOCK_N, 64)), FORMAT, GROUP)
-    return gl.convert_layout(ordered.to(gl.bfloat16, bitcast=True), OPERAND, assert_trivial=True)
+    ordered = ordered.to(gl.bfloat16, bitcast=True)
+    return gl.convert_layout(ordered, operand_layout(HEADS), assert_trivial=True)
 
 
 @gluon.jit
@@ -153,7 +160,7 @@ def _add_scores(
 ):
     """Issue the product of 64 dimensions [64, 32] of keys, two a word, with those of the query."""
     query = q_smem.index(GROUP // 2).slice(64 * (GROUP % 2), 64, dim=1).permute((1, 0))
-    operand = _take_operand(words, FORMAT, GROUP)
+    operand = _take_operand(words, query.shape[1], FORMAT, GROUP)
     return warpgroup_mma(operand, query, s, use_acc=not IS_FIRST, is_async=True)
 
 
@@ -179,6 +186,7 @@ def run_decode_role(
     extra_pool,
     ends,
     HALF: gl.constexpr,
+    HEADS: gl.constexpr,
     WORK: gl.constexpr,
     POOL: gl.constexpr,
     EXTRA: gl.constexpr,
@@ -197,6 +205,7 @@ def run_decode_role(
     UNITS: gl.constexpr = list_units(FORMAT, HALF)
     WAITS: gl.constexpr = list_waits(FORMAT, HALF)
     COUNT: gl.constexpr = len(UNITS)
+    PRODUCT: gl.constexpr = product_layout(HEADS)
     token = gl.program_id(0)
     _, _, num_blocks, length, extra_length = find_work_range(
         token, 0, pool, extra_pool, WORK, POOL, EXTRA
@@ -207,7 +216,9 @@ def run_decode_role(
     first = load_slots(lane, 0, *lists, EXTRA)
     second = load_slots(lane, 1, *lists, EXTRA)
     slots = load_slots(lane, 2, *lists, EXTRA)
-    k_words = k_smem._reinterpret(gl.int32, [8, BLOCK_N, 64], gl.NVMMASharedLayout(128, 32, 2))
+    k_words = k_smem._reinterpret(
+        gl.int32, [count_chunks(HEADS), BLOCK_N, 64], gl.NVMMASharedLayout(128, 32, 2)
+    )
     places = _locate_block(first, pool, extra_pool, POOL, EXTRA)
     valid = places[2]
     for n in gl.static_range(COUNT):
@@ -220,7 +231,8 @@ def run_decode_role(
         at = block & 1
         next_places = _locate_block(slots, pool, extra_pool, POOL, EXTRA)
         slots = load_slots(lane, block + 3, *lists, EXTRA)
-        mbarrier.wait(k_free.index(at), (block >> 1 & 1) ^ 1)
+        if HEADS == 16:
+            wait_for_chunk(k_free, block, 2 * HALF, HEADS)
         s = gl.zeros((BLOCK_N, HEADS), gl.float32, PRODUCT)
         for n in gl.static_range(COUNT):
             stage = stages[n].index(0 if UNITS[n] == 4 else at)
@@ -236,8 +248,10 @@ def run_decode_role(
                 n == 0,
                 FORMAT,
             )
-            target = k_words.index(4 * at + min(UNITS[n], 3))
-            groups = _decode(codes, scales, target, UNITS[n], FORMAT)
+            target = k_words.index(find_chunk(block, min(UNITS[n], 3), HEADS))
+            groups = _decode(codes, scales, UNITS[n], FORMAT)
+            if HEADS == 16:
+                _store_values(groups, target, UNITS[n])
             if n > 0:
                 s = warpgroup_mma_wait(0, deps=[s])
             elif block == 0:
@@ -251,6 +265,11 @@ def run_decode_role(
                     n + g == 0,
                     FORMAT,
                 )
+            if HEADS == 32:
+                # The ring is short: its room is waited for behind the product, which needs none.
+                if UNITS[n] < 4:
+                    wait_for_chunk(k_free, block, UNITS[n], HEADS)
+                _store_values(groups, target, UNITS[n])
         s = warpgroup_mma_wait(0, deps=[s])
         counts = gl.convert_layout(valid, gl.SliceLayout(1, PRODUCT), assert_trivial=True)
         s = gl.where(counts[:, None], s, -float("inf"))
@@ -259,4 +278,4 @@ def run_decode_role(
         mbarrier.arrive(s_ready, count=1)
         valid = places[2]
         places = next_places
-    end_chunk(ends, token, (), HALF, WORK, END, OUTPUT)
+    end_chunk(ends, token, (), HALF, HEADS, WORK, END, OUTPUT)

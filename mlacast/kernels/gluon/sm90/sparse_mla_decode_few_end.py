@@ -11,21 +11,17 @@ from mlacast.kernels.common.sm90_division import invert
 from mlacast.kernels.common.sm90_rotation import find_aligned_offset, find_row_offset
 from mlacast.kernels.common.sm90_store import FP8_TENSOR, load_output_scale, store_rows
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_layouts import (
-    CHUNK,
-    GROUP,
-    GROUP_PAIRS,
-    HEADS,
-    OUTPUT_STAGE,
+    chunk_layout,
+    group_layout,
     join_groups,
+    pair_layout,
     split_groups,
 )
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_ring import (
+    find_output_piece,
+    view_output_stage,
+)
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_merge import load_angles, rotate_pairs
-
-
-@gluon.jit
-def view_output_stage(k_smem):
-    """The ring as a stage [16, heads, 128] of float32, of which chunk n is the one at 2 n."""
-    return k_smem._reinterpret(gl.float32, [16, HEADS, 128], OUTPUT_STAGE)
 
 
 @gluon.jit
@@ -36,10 +32,12 @@ def load_position(rope, token):
 
 
 @gluon.jit
-def load_row_angles(rope, position, HALF_PAIRING: gl.constexpr):
+def load_row_angles(rope, position, HEADS: gl.constexpr, HALF_PAIRING: gl.constexpr):
     """Cosines and sines of a position, for ``rotate_end``: those of the way back."""
     table_ptr, stride_table, table_rows, _, _ = rope
-    ANGLES: gl.constexpr = gl.SliceLayout(0, GROUP if HALF_PAIRING else GROUP_PAIRS)
+    ANGLES: gl.constexpr = gl.SliceLayout(
+        0, group_layout(HEADS) if HALF_PAIRING else pair_layout(HEADS)
+    )
     COUNT: gl.constexpr = 64 if HALF_PAIRING else 32
     table = (table_ptr, stride_table, table_rows)
     return load_angles(table, position, ANGLES, COUNT, HALF_PAIRING)
@@ -47,10 +45,11 @@ def load_row_angles(rope, position, HALF_PAIRING: gl.constexpr):
 
 @gluon.jit
 def rotate_end(x, cos, sin, HALF_PAIRING: gl.constexpr):
-    """Rotate the last 64 of [heads, 128] float32, in layout CHUNK, by the negative angles."""
+    """Rotate the last 64 of [heads, 128] float32, in ``chunk_layout``, by the negative angles."""
     plain, last = split_groups(x)
     last = rotate_pairs(last, cos, sin, HALF_PAIRING)
-    return gl.convert_layout(join_groups(plain, last), CHUNK, assert_trivial=True)
+    joined = join_groups(plain, last)
+    return gl.convert_layout(joined, chunk_layout(x.shape[0]), assert_trivial=True)
 
 
 @gluon.jit
@@ -59,6 +58,7 @@ def end_chunk(
     token,
     angles,
     NUMBER: gl.constexpr,
+    HEADS: gl.constexpr,
     WORK: gl.constexpr,
     END: gl.constexpr,
     OUTPUT: gl.constexpr,
@@ -86,10 +86,12 @@ def end_chunk(
     else:
         scale = load_output_scale(scale_ptr, OUTPUT.kind)
     mbarrier.wait(factor_ready, 0)
+    CHUNK: gl.constexpr = chunk_layout(HEADS)
     factor = factor_smem.load(gl.SliceLayout(1, CHUNK))  # [heads]
     dead = (factor == 0.0)[:, None]  # [heads, 1]
     mbarrier.wait(o_ready, 0)
-    x = view_output_stage(k_smem).index(2 * NUMBER).load(CHUNK) * factor[:, None]  # [heads, 128]
+    stage = view_output_stage(k_smem, HEADS).index(find_output_piece(NUMBER, HEADS))
+    x = stage.load(CHUNK) * factor[:, None]  # [heads, 128]
     if END.rotates_back and NUMBER == 3:
         cos, sin = angles
         x = rotate_end(x, cos, sin, END.half_pairing)

@@ -12,10 +12,10 @@ from triton.language.extra.cuda import gdc_wait
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_decode import run_decode_role
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_layouts import (
     BLOCK_N,
-    HEADS,
-    SCORE_STAGE,
+    stage_layout,
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_output import run_output_role
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_ring import count_chunks, count_places
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_softmax import run_softmax_role
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_kernel import UNALIGNED, VARYING
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_layouts import (
@@ -25,11 +25,17 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_layouts import (
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import LOG2_E, Pool
 
-# Registers of a thread of the outputs and of either decoding; the softmax gets what is left of 512.
-OUTPUT_REGISTERS = gl.constexpr(144)
-DECODE_REGISTERS = gl.constexpr(112)
 # The arguments of the other kernel, of which this one has no splits and items.
 _ABSENT = ("num_splits", "num_items", "num_programs", "partial_max_ptr", "partial_sum_ptr")
+
+
+@gluon.constexpr_function
+def share_registers(HEADS):
+    """Registers of a thread of the outputs and of either decoding; the softmax has what is left.
+
+    That is 144 and 120, of 512. Sums take 64 or 128.
+    """
+    return [144, 112, 112] if HEADS == 16 else [168, 112, 112]
 
 
 @gluon.jit(
@@ -85,6 +91,7 @@ def sparse_mla_decode_few_kernel(
     sm_scale_ptr,
     v_scale,
     v_scale_ptr,
+    HEADS: gl.constexpr,
     WORK: gl.constexpr,
     SCALES: gl.constexpr,
     QUERY: gl.constexpr,
@@ -93,7 +100,7 @@ def sparse_mla_decode_few_kernel(
     END: gl.constexpr,
     OUTPUT: gl.constexpr,
 ):
-    """All heads of one token, at most 16. Grid: (tokens,).
+    """All heads of one token, at most HEADS: 16 or 32. Grid: (tokens,).
 
     Barriers (producer -> consumer): ``q_ready`` softmax -> decoding, ``s_ready`` decoding ->
     softmax, ``s_free`` softmax -> decoding, ``p_ready`` softmax -> output, ``p_free`` output ->
@@ -104,8 +111,8 @@ def sparse_mla_decode_few_kernel(
     NUMBERS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     STAGE: gl.constexpr = choose_stage_layout(False)
-    # Four chunks of 128 dimensions of a block of keys, and of the block after it.
-    k_smem = gl.allocate_shared_memory(gl.bfloat16, [8, BLOCK_N, 128], TILE)
+    # Chunks of 128 dimensions of a block of keys, and of the block after it.
+    k_smem = gl.allocate_shared_memory(gl.bfloat16, [count_chunks(HEADS), BLOCK_N, 128], TILE)
     q_smem = gl.allocate_shared_memory(gl.bfloat16, [4, HEADS, 128], TILE)
     # Units of records of two blocks; of what is unscaled in "v4" there is room for one.
     left_stages = (
@@ -126,7 +133,7 @@ def sparse_mla_decode_few_kernel(
     left_scales = gl.allocate_shared_memory(gl.int32, [2, BLOCK_N, 2], SCALE_STAGE)
     right_scales = gl.allocate_shared_memory(gl.int32, [2, BLOCK_N, 2], SCALE_STAGE)
     # Of the dimensions of either decoding role.
-    score_smem = gl.allocate_shared_memory(gl.float32, [2, HEADS, BLOCK_N], SCORE_STAGE)
+    score_smem = gl.allocate_shared_memory(gl.float32, [2, HEADS, BLOCK_N], stage_layout(HEADS, 64))
     p_smem = gl.allocate_shared_memory(gl.bfloat16, [2, HEADS, BLOCK_N], TILE)
     alpha_smem = gl.allocate_shared_memory(gl.float32, [2, HEADS], NUMBERS)
     factor_smem = gl.allocate_shared_memory(gl.float32, [HEADS], NUMBERS)
@@ -135,16 +142,17 @@ def sparse_mla_decode_few_kernel(
     s_free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     p_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     p_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    k_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    k_free = gl.allocate_shared_memory(gl.int64, [count_places(HEADS), 1], BARRIER)
     o_ready = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     factor_ready = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     mbarrier.init(q_ready, count=1)
     # Both decoding roles.
     mbarrier.init(s_ready, count=2)
     mbarrier.init(s_free, count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(p_ready.index(i), count=1)
-        mbarrier.init(p_free.index(i), count=1)
+    for i in gl.static_range(count_places(HEADS)):
+        if i < 2:
+            mbarrier.init(p_ready.index(i), count=1)
+            mbarrier.init(p_free.index(i), count=1)
         mbarrier.init(k_free.index(i), count=1)
     mbarrier.init(o_ready, count=1)
     mbarrier.init(factor_ready, count=1)
@@ -223,6 +231,7 @@ def sparse_mla_decode_few_kernel(
                     eps,
                     sm_scale * LOG2_E,
                     v_scale,
+                    HEADS,
                     WORK,
                     QUERY,
                     POOL,
@@ -244,6 +253,7 @@ def sparse_mla_decode_few_kernel(
                     pool,
                     extra_pool,
                     ends,
+                    HEADS,
                     WORK,
                     POOL,
                     EXTRA,
@@ -267,6 +277,7 @@ def sparse_mla_decode_few_kernel(
                     extra_pool,
                     ends,
                     0,
+                    HEADS,
                     WORK,
                     POOL,
                     EXTRA,
@@ -290,6 +301,7 @@ def sparse_mla_decode_few_kernel(
                     extra_pool,
                     ends,
                     1,
+                    HEADS,
                     WORK,
                     POOL,
                     EXTRA,
@@ -299,5 +311,5 @@ def sparse_mla_decode_few_kernel(
             ),
         ],
         [4, 4, 4],
-        [OUTPUT_REGISTERS, DECODE_REGISTERS, DECODE_REGISTERS],
+        share_registers(HEADS),
     )

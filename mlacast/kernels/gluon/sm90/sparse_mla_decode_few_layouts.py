@@ -8,8 +8,6 @@ the threads.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# Heads of a tile: columns of both products.
-HEADS = gl.constexpr(16)
 BLOCK_N = gl.constexpr(64)
 
 # Four threads a row, 64 bytes, as in ``sparse_mla_decode_layouts``; of a thread's rows the second
@@ -33,35 +31,66 @@ BY_THREAD = gl.constexpr(
         [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], _WARPS, [], [64, 4]
     )
 )
-# Both products: keys or dimensions as rows, heads as columns; and the keys as left operand.
-PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
-OPERAND = gl.constexpr(gl.DotOperandLayout(0, PRODUCT, 2))
-# [heads, 64], 8 neighbours a thread, and the pairs of these: a warp has all columns of four heads.
 _GROUP_LANES = [[0, 8], [0, 16], [0, 32], [1, 0], [2, 0]]
 _PAIR_LANES = [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]]
+_PARTIAL_LANES = [[0, 1], [0, 2], [0, 4], [1, 0], [2, 0]]
 _HEAD_WARPS = [[4, 0], [8, 0]]
-GROUP = gl.constexpr(
-    gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4]], _GROUP_LANES, _HEAD_WARPS, [], [16, 64])
-)
-GROUP_PAIRS = gl.constexpr(
-    gl.DistributedLinearLayout([[0, 1], [0, 2]], _PAIR_LANES, _HEAD_WARPS, [], [16, 32])
-)
-# Rows [heads, 128] of the query and the output: two of the former side by side.
-CHUNK = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 64]], _GROUP_LANES, _HEAD_WARPS, [], [16, 128]
-    )
-)
 # Numbers of a product in shared memory with its columns as rows: neither eight rows by four pairs
 # of columns, which are written at once, nor eight pieces of 16 bytes, which are read, meet in a
 # bank.
 _TURNED = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 36]]
-SCORE_STAGE = gl.constexpr(
-    gl.SharedLinearLayout([*_TURNED, [1, 0], [2, 8], [4, 16], [8, 0]], alignment=128)
-)
-OUTPUT_STAGE = gl.constexpr(
-    gl.SharedLinearLayout([*_TURNED, [0, 64], [1, 0], [2, 8], [4, 16], [8, 0]], alignment=128)
-)
+_TURNED_HEADS = [[1, 0], [2, 8], [4, 16], [8, 0]]
+
+
+@gluon.constexpr_function
+def product_layout(HEADS):
+    """Both products: keys or dimensions as rows, heads as columns."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
+
+
+@gluon.constexpr_function
+def operand_layout(HEADS):
+    """Keys as left operand of a product."""
+    return gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16]), 2)
+
+
+@gluon.constexpr_function
+def _by_heads(REGISTERS, LANES, HEADS, WIDTH):
+    """Layout of [HEADS, WIDTH]: a warp has all columns of four heads; of 32, also 16 further on."""
+    registers = [*REGISTERS, [16, 0]] if HEADS == 32 else [*REGISTERS]
+    return gl.DistributedLinearLayout(registers, LANES, _HEAD_WARPS, [], [HEADS, WIDTH])
+
+
+@gluon.constexpr_function
+def group_layout(HEADS):
+    """[heads, 64], 8 neighbours a thread."""
+    return _by_heads([[0, 1], [0, 2], [0, 4]], _GROUP_LANES, HEADS, 64)
+
+
+@gluon.constexpr_function
+def pair_layout(HEADS):
+    """[heads, 32], the pairs of ``group_layout``."""
+    return _by_heads([[0, 1], [0, 2]], _PAIR_LANES, HEADS, 32)
+
+
+@gluon.constexpr_function
+def partial_layout(HEADS):
+    """[heads, 8], what every thread of ``group_layout`` has summed."""
+    return _by_heads([], _PARTIAL_LANES, HEADS, 8)
+
+
+@gluon.constexpr_function
+def chunk_layout(HEADS):
+    """Rows [heads, 128] of the query and the output: two of ``group_layout`` side by side."""
+    return _by_heads([[0, 1], [0, 2], [0, 4], [0, 64]], _GROUP_LANES, HEADS, 128)
+
+
+@gluon.constexpr_function
+def stage_layout(HEADS, WIDTH):
+    """Scores [heads, 64] of a product, or sums [heads, 128], in shared memory."""
+    columns = _TURNED if WIDTH == 64 else [*_TURNED, [0, 64]]
+    heads = [*_TURNED_HEADS, [16, 0]] if HEADS == 32 else _TURNED_HEADS
+    return gl.SharedLinearLayout([*columns, *heads], alignment=128)
 
 
 @gluon.constexpr_function
@@ -87,6 +116,8 @@ def order_group(x, FORMAT: gl.constexpr, GROUP: gl.constexpr):
 @gluon.jit
 def split_groups(x):
     """Both groups [heads, 64] of a chunk [heads, 128]."""
+    HEADS: gl.constexpr = x.shape[0]
+    GROUP: gl.constexpr = group_layout(HEADS)
     left, right = gl.split(gl.permute(gl.reshape(x, (HEADS, 2, 64)), (0, 2, 1)))
     return (
         gl.convert_layout(left, GROUP, assert_trivial=True),
@@ -97,4 +128,4 @@ def split_groups(x):
 @gluon.jit
 def join_groups(left, right):
     """Inverse of ``split_groups``, of groups in any layout."""
-    return gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), (HEADS, 128))
+    return gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), (left.shape[0], 128))

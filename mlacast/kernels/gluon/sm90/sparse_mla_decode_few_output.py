@@ -11,9 +11,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from mlacast.kernels.common.sm90_rescale import rescale_columns
-from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_end import end_chunk, view_output_stage
-from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_layouts import HEADS, PRODUCT
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_end import end_chunk
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_layouts import product_layout
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_ring import (
+    find_chunk,
+    find_output_piece,
+    free_chunks,
+    view_output_stage,
+)
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import find_work_range
+
+
+@gluon.jit
+def _add_output(k_smem, weights, o, block, NUMBER: gl.constexpr, HEADS: gl.constexpr):
+    """Issue the product of chunk ``NUMBER`` of a block of values with its weights [64, heads]."""
+    values = k_smem.index(find_chunk(block, NUMBER, HEADS)).permute((1, 0))  # [128, 64]
+    return warpgroup_mma(values, weights, o, is_async=True)
 
 
 @gluon.jit
@@ -28,6 +41,7 @@ def run_output_role(
     pool,
     extra_pool,
     ends,
+    HEADS: gl.constexpr,
     WORK: gl.constexpr,
     POOL: gl.constexpr,
     EXTRA: gl.constexpr,
@@ -41,6 +55,7 @@ def run_output_role(
     nobody needs it then. ``ends`` as in ``end_chunk``.
     """
     gdc_wait()
+    PRODUCT: gl.constexpr = product_layout(HEADS)
     COLUMN: gl.constexpr = gl.SliceLayout(0, PRODUCT)
     token = gl.program_id(0)
     _, _, num_blocks, _, _ = find_work_range(token, 0, pool, extra_pool, WORK, POOL, EXTRA)
@@ -58,17 +73,28 @@ def run_output_role(
         o_3 = rescale_columns(o_3, alpha)
         weights = p_smem.index(at).permute((1, 0))  # [64, heads]
         fence_async_shared()
-        chunk = 4 * at
-        o_0 = warpgroup_mma(k_smem.index(chunk).permute((1, 0)), weights, o_0, is_async=True)
-        o_1 = warpgroup_mma(k_smem.index(chunk + 1).permute((1, 0)), weights, o_1, is_async=True)
-        o_2 = warpgroup_mma(k_smem.index(chunk + 2).permute((1, 0)), weights, o_2, is_async=True)
-        o_3 = warpgroup_mma(k_smem.index(chunk + 3).permute((1, 0)), weights, o_3, is_async=True)
-        o_0, o_1, o_2, o_3 = warpgroup_mma_wait(0, deps=[o_0, o_1, o_2, o_3])
-        mbarrier.arrive(p_free.index(at), count=1)
-        mbarrier.arrive(k_free.index(at), count=1)
-    stage = view_output_stage(k_smem)
+        if HEADS == 16:
+            o_0 = _add_output(k_smem, weights, o_0, block, 0, HEADS)
+            o_1 = _add_output(k_smem, weights, o_1, block, 1, HEADS)
+            o_2 = _add_output(k_smem, weights, o_2, block, 2, HEADS)
+            o_3 = _add_output(k_smem, weights, o_3, block, 3, HEADS)
+            o_0, o_1, o_2, o_3 = warpgroup_mma_wait(0, deps=[o_0, o_1, o_2, o_3])
+            mbarrier.arrive(p_free.index(at), count=1)
+            free_chunks(k_free, block, 0, HEADS)
+        else:
+            # The next block's last chunks wait for the first of this one.
+            o_0 = _add_output(k_smem, weights, o_0, block, 0, HEADS)
+            o_2 = _add_output(k_smem, weights, o_2, block, 2, HEADS)
+            o_1 = _add_output(k_smem, weights, o_1, block, 1, HEADS)
+            o_3 = _add_output(k_smem, weights, o_3, block, 3, HEADS)
+            o_0, o_2, o_1, o_3 = warpgroup_mma_wait(2, deps=[o_0, o_2, o_1, o_3])
+            free_chunks(k_free, block, 0, HEADS)
+            o_0, o_2, o_1, o_3 = warpgroup_mma_wait(0, deps=[o_0, o_2, o_1, o_3])
+            mbarrier.arrive(p_free.index(at), count=1)
+            free_chunks(k_free, block, 1, HEADS)
+    stage = view_output_stage(k_smem, HEADS)
     outputs = (o_0, o_1, o_2, o_3)
     for n in gl.static_range(4):
-        stage.index(2 * n).permute((1, 0)).store(outputs[n])
+        stage.index(find_output_piece(n, HEADS)).permute((1, 0)).store(outputs[n])
     mbarrier.arrive(o_ready, count=1)
-    end_chunk(ends, token, (), 2, WORK, END, OUTPUT)
+    end_chunk(ends, token, (), 2, HEADS, WORK, END, OUTPUT)

@@ -13,11 +13,11 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_end import (
     rotate_end,
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_layouts import (
-    CHUNK,
-    GROUP,
-    HEADS,
+    chunk_layout,
+    group_layout,
     join_groups,
     order_group,
+    partial_layout,
     split_groups,
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_softmax import LAZINESS
@@ -25,12 +25,20 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import KEY_UNIT, LN_2, f
 
 
 @gluon.jit
-def _load_query(query, token, num_heads, FULL_TILES: gl.constexpr, CHUNK16: gl.constexpr):
+def _load_query(
+    query,
+    token,
+    num_heads,
+    HEADS: gl.constexpr,
+    FULL_TILES: gl.constexpr,
+    CHUNK16: gl.constexpr,
+):
     """Query of a token as four chunks [heads, 128]; heads that are not there are zero.
 
     ``query`` is its pointer and the strides of tokens and heads.
     """
     q_ptr, stride_q_token, stride_q_head = query
+    CHUNK: gl.constexpr = chunk_layout(HEADS)
     head = gl.arange(0, HEADS, gl.SliceLayout(1, CHUNK))  # [heads]
     base = q_ptr + token.to(gl.int64) * stride_q_token
     chunks = ()
@@ -84,9 +92,11 @@ def _send_query(
         q_smem.index(n).store(_order_chunk(chunk, FORMAT, n))
     fence_async_shared()
     mbarrier.arrive(q_ready, count=1)
+    HEADS: gl.constexpr = chunks[0].shape[0]
+    GROUP: gl.constexpr = group_layout(HEADS)
     scale = gl.full((HEADS,), 0.0, gl.float32, gl.SliceLayout(1, GROUP)) + score_scale
     if QUERY.has_norm:
-        squares = gl.zeros((HEADS, 128), gl.float32, CHUNK)
+        squares = gl.zeros((HEADS, 128), gl.float32, chunk_layout(HEADS))
         for n in gl.static_range(4):
             wide = chunks[n].to(gl.float32)
             squares += wide * wide
@@ -113,7 +123,7 @@ def _fold_scores(s, base, partial_sum, scale):
     p = gl.exp2(s * scale[:, None] - shift[:, None])  # [heads, 64]
     # What came before a row's first key is zero and needs no factor.
     alpha = gl.where(base == -float("inf"), 1.0, gl.exp2(base - shift))  # [heads]
-    by_thread = gl.sum(gl.reshape(p, (HEADS, 8, 8)), 2)  # [heads, 8]
+    by_thread = gl.sum(gl.reshape(p, (p.shape[0], 8, 8)), 2)  # [heads, 8]
     rescale = gl.convert_layout(
         alpha, gl.SliceLayout(1, partial_sum.type.layout), assert_trivial=True
     )
@@ -140,7 +150,7 @@ def _finish(
     value before that factor.
     """
     total = gl.convert_layout(gl.sum(partial_sum, 1), base.type.layout)  # [heads]
-    head = gl.arange(0, HEADS, base.type.layout)  # [heads]
+    head = gl.arange(0, base.shape[0], base.type.layout)  # [heads]
     empty = total == 0.0
     divisor = gl.where(empty, 1.0, total)  # [heads]
     lse = gl.where(empty, -float("inf"), (base + gl.log2(divisor)) * LN_2)  # [heads]
@@ -178,6 +188,7 @@ def run_softmax_role(
     eps,
     score_scale_log2,
     v_scale,
+    HEADS: gl.constexpr,
     WORK: gl.constexpr,
     QUERY: gl.constexpr,
     POOL: gl.constexpr,
@@ -194,15 +205,16 @@ def run_softmax_role(
     gdc_wait()
     gdc_launch_dependents()
     FORMAT: gl.constexpr = POOL.record
+    GROUP: gl.constexpr = group_layout(HEADS)
     token = gl.program_id(0)
     # What comes from memory is asked for in the order in which it is needed, also the sink.
     position = 0
     if QUERY.is_rotated or END.rotates_back:
         position = load_position(rope, token)
-    chunks = _load_query(query, token, num_heads, WORK.full_tiles, QUERY.chunk16)
+    chunks = _load_query(query, token, num_heads, HEADS, WORK.full_tiles, QUERY.chunk16)
     angles = ()
     if QUERY.is_rotated or END.rotates_back:
-        angles = load_row_angles(rope, position, END.half_pairing)
+        angles = load_row_angles(rope, position, HEADS, END.half_pairing)
     head = gl.arange(0, HEADS, gl.SliceLayout(1, GROUP))  # [heads]
     sink = 0.0
     if END.has_sink:
@@ -211,11 +223,8 @@ def run_softmax_role(
         chunks, angles, q_smem, q_ready, eps, score_scale_log2 * KEY_UNIT, QUERY, FORMAT
     )
     _, _, num_blocks, _, _ = find_work_range(token, 0, pool, extra_pool, WORK, POOL, EXTRA)
-    PARTIAL: gl.constexpr = gl.DistributedLinearLayout(
-        [], [[0, 1], [0, 2], [0, 4], [1, 0], [2, 0]], [[4, 0], [8, 0]], [], [HEADS, 8]
-    )
     base = gl.full((HEADS,), -float("inf"), gl.float32, gl.SliceLayout(1, GROUP))
-    partial_sum = gl.full((HEADS, 8), 0.0, gl.float32, PARTIAL)
+    partial_sum = gl.full((HEADS, 8), 0.0, gl.float32, partial_layout(HEADS))
     for block in range(num_blocks):
         at = block & 1
         mbarrier.wait(s_ready, at)
@@ -239,4 +248,4 @@ def run_softmax_role(
         KEY_UNIT * v_scale,
         END,
     )
-    end_chunk(ends, token, angles, 3, WORK, END, OUTPUT)
+    end_chunk(ends, token, angles, 3, HEADS, WORK, END, OUTPUT)
