@@ -12,14 +12,8 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_fetch import (
     view_fp4_scale_stage,
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_layouts import ROW
-from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import (
-    TAIL_UNIT,
-    UNITS,
-    V32_SCALES,
-    decode_unit,
-    read_scales,
-    read_two_scales,
-)
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import TAIL_UNIT, UNITS, V32_SCALES
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_scales import read_scales, read_two_scales
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_slots import load_slots, locate
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
     BLOCK_N,
@@ -27,6 +21,7 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
     find_token,
     find_work_range,
 )
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_unit import decode_unit
 
 
 @gluon.constexpr_function
@@ -36,6 +31,36 @@ def loads_early(FORMAT, MIXED):
     Beside codes of four bits it loses 3 %; with those of one scale it was not tried.
     """
     return FORMAT in ("v4", "v41", "v32") and not MIXED
+
+
+@gluon.jit
+def _load_slots_at(cursor, work, pool, extra_pool, WORK: gl.constexpr, EXTRA: gl.constexpr):
+    """Slots of the block that a cursor is at; returns as ``load_next_slots``."""
+    item, block, first, _, length, extra_length = cursor
+    ids, is_extra = load_slots(
+        gl.arange(0, BLOCK_N, ROW),
+        first + block,
+        length,
+        extra_length,
+        find_token(item, work, WORK),
+        pool,
+        extra_pool,
+        EXTRA,
+    )
+    return cursor, ids, is_extra
+
+
+@gluon.jit
+def load_first_slots(
+    work, pool, extra_pool, WORK: gl.constexpr, POOL: gl.constexpr, EXTRA: gl.constexpr
+):
+    """Put a cursor at the program's first block; returns as ``load_next_slots``."""
+    item = gl.program_id(0)
+    _, first, count, length, extra_length = find_work_range(
+        item, work, pool, extra_pool, WORK, POOL, EXTRA
+    )
+    cursor = (item, 0, first, count, length, extra_length)
+    return _load_slots_at(cursor, work, pool, extra_pool, WORK, EXTRA)
 
 
 @gluon.jit
@@ -63,25 +88,10 @@ def load_next_slots(
         # A selection stays in uniform registers, where a minimum would not.
         item = gl.where(item + work.num_programs < work.num_items, item + work.num_programs, item)
         _, first, count, length, extra_length = find_work_range(
-            item,
-            work,
-            pool,
-            extra_pool,
-            WORK,
-            POOL,
-            EXTRA,
+            item, work, pool, extra_pool, WORK, POOL, EXTRA
         )
-    ids, is_extra = load_slots(
-        gl.arange(0, BLOCK_N, ROW),
-        first + block,
-        length,
-        extra_length,
-        find_token(item, work, WORK),
-        pool,
-        extra_pool,
-        EXTRA,
-    )
-    return (item, block, first, count, length, extra_length), ids, is_extra
+    cursor = (item, block, first, count, length, extra_length)
+    return _load_slots_at(cursor, work, pool, extra_pool, WORK, EXTRA)
 
 
 @gluon.jit
