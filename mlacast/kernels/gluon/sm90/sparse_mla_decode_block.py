@@ -34,36 +34,6 @@ def loads_early(FORMAT, MIXED):
 
 
 @gluon.jit
-def _load_slots_at(cursor, work, pool, extra_pool, WORK: gl.constexpr, EXTRA: gl.constexpr):
-    """Slots of the block that a cursor is at; returns as ``load_next_slots``."""
-    item, block, first, _, length, extra_length = cursor
-    ids, is_extra = load_slots(
-        gl.arange(0, BLOCK_N, ROW),
-        first + block,
-        length,
-        extra_length,
-        find_token(item, work, WORK),
-        pool,
-        extra_pool,
-        EXTRA,
-    )
-    return cursor, ids, is_extra
-
-
-@gluon.jit
-def load_first_slots(
-    work, pool, extra_pool, WORK: gl.constexpr, POOL: gl.constexpr, EXTRA: gl.constexpr
-):
-    """Put a cursor at the program's first block; returns as ``load_next_slots``."""
-    item = gl.program_id(0)
-    _, first, count, length, extra_length = find_work_range(
-        item, work, pool, extra_pool, WORK, POOL, EXTRA
-    )
-    cursor = (item, 0, first, count, length, extra_length)
-    return _load_slots_at(cursor, work, pool, extra_pool, WORK, EXTRA)
-
-
-@gluon.jit
 def load_next_slots(
     cursor,
     work,
@@ -90,8 +60,17 @@ def load_next_slots(
         _, first, count, length, extra_length = find_work_range(
             item, work, pool, extra_pool, WORK, POOL, EXTRA
         )
-    cursor = (item, block, first, count, length, extra_length)
-    return _load_slots_at(cursor, work, pool, extra_pool, WORK, EXTRA)
+    ids, is_extra = load_slots(
+        gl.arange(0, BLOCK_N, ROW),
+        first + block,
+        length,
+        extra_length,
+        find_token(item, work, WORK),
+        pool,
+        extra_pool,
+        EXTRA,
+    )
+    return (item, block, first, count, length, extra_length), ids, is_extra
 
 
 @gluon.jit

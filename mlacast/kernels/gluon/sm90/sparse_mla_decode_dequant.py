@@ -9,7 +9,6 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_block import (
     choose_scale_stage,
     decode_block,
     fetch,
-    load_first_slots,
     load_next_slots,
     loads_early,
     locate_rows,
@@ -18,6 +17,7 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_block import (
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_layouts import ROW
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import TAIL_UNIT, has_tail
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_scales import have_lower_parts
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_slots import load_slots
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
     BLOCK_H,
     BLOCK_N,
@@ -244,7 +244,22 @@ def run_dequant_role(
     step = work.num_programs
     # The cursor of the slots is a block ahead of what is copied, which is one ahead of what is
     # decoded. Where it is early it moves on as soon as the addresses are known.
-    slots = load_first_slots(work, pool, extra_pool, WORK, POOL, EXTRA)
+    at_item = gl.program_id(0)
+    _, at_first, at_count, length, extra_length = find_work_range(
+        at_item, work, pool, extra_pool, WORK, POOL, EXTRA
+    )
+    cursor = (at_item, 0, at_first, at_count, length, extra_length)
+    ids, next_extra = load_slots(
+        gl.arange(0, BLOCK_N, ROW),
+        at_first,
+        length,
+        extra_length,
+        find_token(at_item, work, WORK),
+        pool,
+        extra_pool,
+        EXTRA,
+    )
+    slots = (cursor, ids, next_extra)
     nowhere = pool.cache_ptr + gl.zeros((BLOCK_N,), gl.int64, ROW)  # [64]
     rows = (nowhere, nowhere, gl.arange(0, BLOCK_N, ROW) < 0, slots[2])
     # One round before the first item: its query goes before the keys, whose signal would otherwise

@@ -86,7 +86,7 @@ def _take_to_key_unit(block):
 def _end_rows(
     even,
     odd,
-    places,
+    ends,
     item_phase,
     token,
     first_head,
@@ -100,36 +100,16 @@ def _end_rows(
 ):
     """End an item of whole rows: both [64, 128] times the factor of their head, rotated, stored.
 
-    With PLAIN the last 64 dimensions are in units of one where they are rotated, else in that of
-    the others. ``places`` as in ``run_output_role``; ``angles`` and ``pairs`` are looked at where
-    the last 64 dimensions are rotated. Consumes ``factor_ready`` and produces ``factor_free``.
+    With PLAIN the last 64 dimensions were summed in units of one. ``ends`` are what only ends need
+    of what a role gets; ``angles`` and ``pairs`` are looked at where the last 64 dimensions are
+    rotated. Consumes ``factor_ready`` and produces ``factor_free``.
     """
     ROW: gl.constexpr = gl.SliceLayout(1, even.type.layout)
     ROTATES: gl.constexpr = END.rotates_back and HALF == 1
     IS_NVFP4: gl.constexpr = OUTPUT.kind == NVFP4
     # Rows that are zero whatever the accumulator and the table hold.
     MASKED: gl.constexpr = END.has_sink or ROTATES
-    (
-        k_even,
-        k_odd,
-        p_smem,
-        alpha_smem,
-        factor_smem,
-        k_ready,
-        k_free,
-        p_ready,
-        p_go,
-        p_free,
-        factor_ready,
-        factor_free,
-        pool,
-        extra_pool,
-        rope,
-        target,
-        partial_out_ptr,
-        unit,
-        work,
-    ) = places
+    factor_smem, factor_ready, factor_free, rope, target, work = ends
     table_ptr, stride_table, _, _, _ = rope
     (
         data_ptr,
@@ -144,6 +124,8 @@ def _end_rows(
     ) = target
     if ROTATES:
         prefetch_angles(table_ptr, stride_table, angles)
+    elif PLAIN:
+        odd = _take_to_key_unit(odd)
     mbarrier.wait(factor_ready, item_phase)
     factor = factor_smem.load(ROW)  # [64]
     if not IS_NVFP4:
@@ -270,8 +252,6 @@ def run_output_role(
             mbarrier.arrive(p_free, count=1)
             mbarrier.arrive(k_free.index(slot), count=1)
             count += 1
-        if PLAIN and not WORK.is_split and not ROTATES:
-            odd = _take_to_key_unit(odd)
         # The query of the next item.
         slot = skip_pieces(slot, QUERY_PIECES, RING.num_pieces)
         if WORK.is_split:
@@ -295,7 +275,7 @@ def run_output_role(
             _end_rows(
                 even,
                 odd,
-                places,
+                (factor_smem, factor_ready, factor_free, rope, target, work),
                 item_phase,
                 token,
                 first_head,
