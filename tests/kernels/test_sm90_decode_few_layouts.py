@@ -28,7 +28,7 @@ def _reach(bases: list[list[int]]) -> list[Place]:
 @pytest.mark.parametrize("name", ["group", "pair", "partial", "chunk"])
 def test_threads_share_heads_out(name: str, heads: int) -> None:
     """Every number has one thread, and a thread's heads are those of its warp in any layout."""
-    layout: Any = getattr(layouts, f"{name}_layout")(heads)
+    layout: Any = getattr(layouts, f"make_{name}_layout")(heads)
     width = {"group": 64, "pair": 32, "partial": 8, "chunk": 128}[name]
     lanes, warps = layout.lane_bases, layout.warp_bases
     places = _reach([*layout.reg_bases, *lanes, *warps])
@@ -42,7 +42,7 @@ def test_threads_share_heads_out(name: str, heads: int) -> None:
 @HEADS
 @pytest.mark.parametrize("width", [64, 128])
 def test_stages_keep_every_number_and_meet_in_no_bank(heads: int, width: int) -> None:
-    stage: Any = layouts.stage_layout(heads, width)
+    stage: Any = layouts.make_stage_layout(heads, width)
     places = _reach(stage.offset_bases)
     assert sorted(places) == list(itertools.product(range(heads), range(width)))
     offsets = {place: offset for offset, place in enumerate(places)}

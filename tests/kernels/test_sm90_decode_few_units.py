@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("triton", reason="needs triton to import kernels")
 
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_decode import (  # noqa: E402
+    find_group,
     list_units,
     list_waits,
 )
@@ -15,6 +16,14 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_decode import (  # noqa: E
 @pytest.mark.parametrize(("record", "units"), [("v4", 5), ("v41", 4)])
 def test_every_unit_is_of_one_role(record: str, units: int) -> None:
     assert [*list_units(record, 0), *list_units(record, 1)] == list(range(units))
+
+
+@pytest.mark.parametrize(("record", "groups"), [("v4", [2, 2, 2, 1, 1]), ("v41", [2, 2, 2, 2])])
+def test_every_group_of_64_dimensions_is_of_one_unit(record: str, groups: list[int]) -> None:
+    """Of V4 half of the last codes, then what is unscaled; the query is ordered by groups."""
+    units = [*list_units(record, 0), *list_units(record, 1)]
+    found = [find_group(unit, number) for unit in units for number in range(groups[unit])]
+    assert found == list(range(8))
 
 
 @pytest.mark.parametrize("record", ["v4", "v41"])

@@ -50,10 +50,10 @@ def _assert_same(halves: Words, expected: NDArray[np.float64]) -> None:
 
 @pytest.mark.parametrize(("unit", "lane"), UNIT_AND_LANE)
 def test_e2m1_times_e4m3_is_exact_for_every_code_and_scale(unit: int, lane: int) -> None:
-    from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import (
+    from mlacast.kernels.gluon.sm90.sparse_mla_decode_codes import _write_e2m1_program
+    from mlacast.kernels.gluon.sm90.sparse_mla_decode_scales import (
         _E4M3_FIRST,
         _E4M3_SECOND,
-        _write_e2m1_program,
         _write_numbers_of_e4m3,
     )
 
@@ -79,9 +79,9 @@ def test_e2m1_times_e4m3_is_exact_for_every_code_and_scale(unit: int, lane: int)
 
 @pytest.mark.parametrize(("unit", "lane"), UNIT_AND_LANE)
 def test_e4m3_times_ue8m0_is_rounded_once(unit: int, lane: int) -> None:
-    from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import (
+    from mlacast.kernels.gluon.sm90.sparse_mla_decode_codes import _write_e4m3_program
+    from mlacast.kernels.gluon.sm90.sparse_mla_decode_scales import (
         _INFINITE_CODES,
-        _write_e4m3_program,
         _write_powers_of_ue8m0,
     )
 

@@ -12,14 +12,8 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_fetch import (
     view_fp4_scale_stage,
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_layouts import ROW
-from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import (
-    TAIL_UNIT,
-    UNITS,
-    V32_SCALES,
-    decode_unit,
-    read_scales,
-    read_two_scales,
-)
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import TAIL_UNIT, UNITS, V32_SCALES
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_scales import read_scales, read_two_scales
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_slots import load_slots, locate
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
     BLOCK_N,
@@ -27,6 +21,7 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
     find_token,
     find_work_range,
 )
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_unit import decode_unit
 
 
 @gluon.constexpr_function
@@ -63,13 +58,7 @@ def load_next_slots(
         # A selection stays in uniform registers, where a minimum would not.
         item = gl.where(item + work.num_programs < work.num_items, item + work.num_programs, item)
         _, first, count, length, extra_length = find_work_range(
-            item,
-            work,
-            pool,
-            extra_pool,
-            WORK,
-            POOL,
-            EXTRA,
+            item, work, pool, extra_pool, WORK, POOL, EXTRA
         )
     ids, is_extra = load_slots(
         gl.arange(0, BLOCK_N, ROW),

@@ -15,13 +15,8 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_block import (
     read_block_scales,
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_layouts import ROW
-from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import (
-    TAIL_UNIT,
-    decode_unit,
-    end_branch,
-    has_tail,
-    have_lower_parts,
-)
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import TAIL_UNIT, has_tail
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_scales import have_lower_parts
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_slots import load_slots
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
     BLOCK_H,
@@ -31,6 +26,7 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
     find_token,
     find_work_range,
 )
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_unit import decode_unit
 
 
 @gluon.jit
@@ -128,6 +124,83 @@ def _send_query(
 
 
 @gluon.jit
+def _start_copies(slots, memory, pool, extra_pool, POOL: gl.constexpr, EXTRA: gl.constexpr):
+    """Start copying three units of the first block, that of ``slots``; its rows."""
+    FORMAT: gl.constexpr = POOL.record
+    EXTRA_FORMAT: gl.constexpr = FORMAT if EXTRA is None else EXTRA.record
+    _, _, _, stages, tail_stage, scale_stage, _, _ = memory
+    rows = locate_rows(slots, pool, extra_pool, POOL, EXTRA)
+    for unit in gl.static_range(3):
+        fetch(
+            stages[unit],
+            tail_stage,
+            choose_scale_stage(scale_stage, 0, FORMAT),
+            rows,
+            unit,
+            FORMAT != EXTRA_FORMAT,
+            FORMAT,
+            EXTRA_FORMAT,
+        )
+    return rows
+
+
+@gluon.jit
+def _end_branch(number):
+    """Something that only one branch ends with, so that what both do stays in them.
+
+    The compiler would do their stores behind both, of numbers that are all kept until then.
+    """
+    gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _decode_next(
+    blocks,
+    place,
+    rows,
+    slots,
+    memory,
+    work,
+    pool,
+    extra_pool,
+    WORK: gl.constexpr,
+    POOL: gl.constexpr,
+    EXTRA: gl.constexpr,
+    RING: gl.constexpr,
+):
+    """Decode a block by the program for its scales; arguments and returns as ``decode_block``.
+
+    Produces ``k_ready`` and consumes ``k_free`` as that does.
+    """
+    FORMAT: gl.constexpr = POOL.record
+    MIXED: gl.constexpr = EXTRA is not None and EXTRA.record != FORMAT
+    _, _, tail_words, stages, tail_stage, scale_stage, _, _ = memory
+    lists = (memory, work, pool, extra_pool)
+    if FORMAT == "v32":
+        # One branch a block: of one a unit what the others need would spill.
+        if have_lower_parts(choose_scale_stage(scale_stage, blocks, FORMAT)) == 0:
+            place, rows, slots = decode_block(
+                blocks, place, rows, slots, (), *lists, True, WORK, POOL, EXTRA, RING
+            )
+            _end_branch(blocks)
+        else:
+            place, rows, slots = decode_block(
+                blocks, place, rows, slots, (), *lists, False, WORK, POOL, EXTRA, RING
+            )
+    else:
+        scales = read_block_scales(scale_stage, stages, rows[3], MIXED, FORMAT)
+        place, rows, slots = decode_block(
+            blocks, place, rows, slots, scales, *lists, False, WORK, POOL, EXTRA, RING
+        )
+        if FORMAT == "fp8_576":
+            tail = tail_words.index(blocks & 1)
+            decode_unit(tail_stage, (), tail, tail, TAIL_UNIT, False, FORMAT, MIXED)
+    return place, rows, slots
+
+
+@gluon.jit
 def run_dequant_role(
     q_ptr,
     stride_q_token,
@@ -153,13 +226,12 @@ def run_dequant_role(
     """Fill the ring: per work item the query, then its blocks of 64 keys as bfloat16.
 
     Produces ``k_ready``, consumes ``k_free``. Three units of records are on their way at a time.
-    Every stage is an allocation of its own: no hazards that are none.
-    Keys that do not count are zero and marked in ``mask_smem``.
+    Every stage is an allocation of its own: no hazards that are none. Keys that do not count are
+    zero and marked in ``mask_smem``.
     """
     NUM_PIECES: gl.constexpr = RING.num_pieces
     FORMAT: gl.constexpr = POOL.record
-    EXTRA_FORMAT: gl.constexpr = FORMAT if EXTRA is None else EXTRA.record
-    MIXED: gl.constexpr = FORMAT != EXTRA_FORMAT
+    MIXED: gl.constexpr = EXTRA is not None and EXTRA.record != FORMAT
     even_words = _view_words(k_even, NUM_PIECES)
     odd_words = _view_words(k_odd, NUM_PIECES)
     tail_words = tail_smem
@@ -174,13 +246,7 @@ def run_dequant_role(
     # decoded. Where it is early it moves on as soon as the addresses are known.
     at_item = gl.program_id(0)
     _, at_first, at_count, length, extra_length = find_work_range(
-        at_item,
-        work,
-        pool,
-        extra_pool,
-        WORK,
-        POOL,
-        EXTRA,
+        at_item, work, pool, extra_pool, WORK, POOL, EXTRA
     )
     cursor = (at_item, 0, at_first, at_count, length, extra_length)
     ids, next_extra = load_slots(
@@ -194,19 +260,13 @@ def run_dequant_role(
         EXTRA,
     )
     slots = (cursor, ids, next_extra)
-    nowhere = pool[0] + gl.zeros((BLOCK_N,), gl.int64, ROW)  # [64]
-    rows = (nowhere, nowhere, gl.arange(0, BLOCK_N, ROW) < 0, next_extra)
+    nowhere = pool.cache_ptr + gl.zeros((BLOCK_N,), gl.int64, ROW)  # [64]
+    rows = (nowhere, nowhere, gl.arange(0, BLOCK_N, ROW) < 0, slots[2])
     # One round before the first item: its query goes before the keys, whose signal would otherwise
     # wait for them.
     for item in range(gl.program_id(0) - step, work.num_items, step):
         _, _, count, _, _ = find_work_range(
-            gl.maximum(item, 0),
-            work,
-            pool,
-            extra_pool,
-            WORK,
-            POOL,
-            EXTRA,
+            gl.maximum(item, 0), work, pool, extra_pool, WORK, POOL, EXTRA
         )
         for _ in range(gl.where(item < 0, 0, count)):
             if not loads_early(FORMAT, MIXED):
@@ -215,27 +275,20 @@ def run_dequant_role(
             mask_smem.index(blocks & 3).store(gl.where(rows[2], 0, 1).to(gl.int8))
             # Of three units on their way the first was asked for first; two may be missing.
             async_copy.wait_group(2)
-            lists = (memory, work, pool, extra_pool)
-            place = (slot, phase)
-            if FORMAT == "v32":
-                # One branch a block: of one a unit what the others need would spill.
-                if have_lower_parts(choose_scale_stage(scale_stage, blocks, FORMAT)) == 0:
-                    place, rows, slots = decode_block(
-                        blocks, place, rows, slots, (), *lists, True, WORK, POOL, EXTRA, RING
-                    )
-                    end_branch(blocks)
-                else:
-                    place, rows, slots = decode_block(
-                        blocks, place, rows, slots, (), *lists, False, WORK, POOL, EXTRA, RING
-                    )
-            else:
-                scales = read_block_scales(scale_stage, stages, rows[3], MIXED, FORMAT)
-                place, rows, slots = decode_block(
-                    blocks, place, rows, slots, scales, *lists, False, WORK, POOL, EXTRA, RING
-                )
-                if FORMAT == "fp8_576":
-                    tail = tail_words.index(blocks & 1)
-                    decode_unit(tail_stage, (), tail, tail, TAIL_UNIT, False, FORMAT, MIXED)
+            place, rows, slots = _decode_next(
+                blocks,
+                (slot, phase),
+                rows,
+                slots,
+                memory,
+                work,
+                pool,
+                extra_pool,
+                WORK,
+                POOL,
+                EXTRA,
+                RING,
+            )
             slot, phase = place
             # Of "v4" every thread has asked for unscaled dimensions there, and they arrive for it.
             mbarrier.arrive(k_ready.index(slot), count=1 if FORMAT == "v4" else 129)
@@ -259,17 +312,6 @@ def run_dequant_role(
                 RING,
             )
         if item < 0:
-            rows = locate_rows(slots, pool, extra_pool, POOL, EXTRA)
-            for unit in gl.static_range(3):
-                fetch(
-                    stages[unit],
-                    tail_stage,
-                    choose_scale_stage(scale_stage, 0, FORMAT),
-                    rows,
-                    unit,
-                    MIXED,
-                    FORMAT,
-                    EXTRA_FORMAT,
-                )
+            rows = _start_copies(slots, memory, pool, extra_pool, POOL, EXTRA)
             if loads_early(FORMAT, MIXED):
                 slots = load_next_slots(slots[0], work, pool, extra_pool, WORK, POOL, EXTRA)

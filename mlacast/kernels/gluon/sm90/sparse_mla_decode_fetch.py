@@ -16,7 +16,11 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_layouts import (
     WORDS_16,
     WORDS_32,
 )
-from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import count_scale_words, find_unit_words
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import (
+    PLAIN_UNIT,
+    count_scale_words,
+    find_unit_words,
+)
 
 
 @gluon.jit
@@ -47,15 +51,18 @@ def _find_columns(WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def fetch_unit(stage, rows, valid, UNIT: gl.constexpr, FORMAT: gl.constexpr, MIXED: gl.constexpr):
-    """Start copying one unit of 64 records; ``rows`` [64] point at them. Invalid ones: zeros."""
+    """Start copying one unit of 64 records; invalid ones: zeros.
+
+    ``rows`` [64] point at a thread's own words of them (``find_own_word``), ``valid`` is [64].
+    """
     FIRST: gl.constexpr = find_unit_words(FORMAT, UNIT)[0]
     WIDTH: gl.constexpr = find_unit_words(FORMAT, UNIT)[1]
     LAYOUT: gl.constexpr = WORDS_32 if WIDTH == 32 else WORDS_16
-    ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    WORD_ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     column = FIRST + _find_columns(WIDTH, LAYOUT)  # [WIDTH]
     # [64, WIDTH]
-    pointers = gl.convert_layout(rows, ROW, assert_trivial=True)[:, None] + column[None, :]
-    mask = gl.convert_layout(valid, ROW, assert_trivial=True)[:, None]  # [64, 1]
+    pointers = gl.convert_layout(rows, WORD_ROW, assert_trivial=True)[:, None] + column[None, :]
+    mask = gl.convert_layout(valid, WORD_ROW, assert_trivial=True)[:, None]  # [64, 1]
     if WIDTH == 16:
         stage = stage._reinterpret(gl.int32, [64, 16], STAGE_16_MIXED if MIXED else STAGE_16)
     async_copy.async_copy_global_to_shared(stage, pointers, mask=mask)
@@ -67,10 +74,10 @@ def fetch_plain(target, rows, valid, FORMAT: gl.constexpr):
 
     ``target`` is an int32 view [64, 32].
     """
-    column = find_unit_words(FORMAT, 4)[0] + _find_columns(32, WORDS_32)  # [32]
+    column = find_unit_words(FORMAT, PLAIN_UNIT)[0] + _find_columns(32, WORDS_32)  # [32]
     # [64, 32]
     pointers = gl.convert_layout(rows, ROW, assert_trivial=True)[:, None] + column[None, :]
-    mask = gl.convert_layout(valid, ROW, assert_trivial=True)[:, None]
+    mask = gl.convert_layout(valid, ROW, assert_trivial=True)[:, None]  # [64, 1]
     async_copy.async_copy_global_to_shared(target, pointers, mask=mask)
 
 
@@ -89,12 +96,12 @@ def fetch_scales(scale_stage, scale_rows, valid, FORMAT: gl.constexpr):
     WORDS: gl.constexpr = count_scale_words(FORMAT)
     if WORDS > 0:
         LAYOUT: gl.constexpr = SCALES_8 if WORDS == 8 else SCALES_4 if WORDS == 4 else SCALES_2
-        ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+        SCALE_ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
         column = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))  # [WORDS]
         pointers = (
-            gl.convert_layout(scale_rows, ROW, assert_trivial=True)[:, None] + column[None, :]
+            gl.convert_layout(scale_rows, SCALE_ROW, assert_trivial=True)[:, None] + column[None, :]
         )  # [64, WORDS]
-        mask = gl.convert_layout(valid, ROW, assert_trivial=True)[:, None]
+        mask = gl.convert_layout(valid, SCALE_ROW, assert_trivial=True)[:, None]  # [64, 1]
         if WORDS == 2:
             scale_stage = scale_stage._reinterpret(gl.int32, [2, 64, 2], SCALE_STAGE).index(0)
         async_copy.async_copy_global_to_shared(scale_stage, pointers, mask=mask)

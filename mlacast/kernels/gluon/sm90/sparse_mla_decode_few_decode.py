@@ -11,6 +11,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from mlacast.kernels.common.sm90_rotation import hide_value
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_codes import (
+    decode_e4m3,
+    multiply_by_2_to_minus_64,
+)
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_end import end_chunk
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_layouts import (
     BLOCK_N,
@@ -19,9 +23,9 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_layouts import (
     SCALES,
     WORDS_16,
     WORDS_32,
-    operand_layout,
+    make_operand_layout,
+    make_product_layout,
     order_group,
-    product_layout,
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_ring import (
     count_chunks,
@@ -30,20 +34,20 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_ring import (
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_layouts import STAGE_16
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import (
-    EVEN_BYTES,
-    ODD_BYTES,
-    choose_bytes,
+    PLAIN_UNIT,
     count_scale_words,
-    decode_e4m3,
     find_unit_words,
+)
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_scales import (
+    choose_bytes,
     make_unit_multipliers,
-    multiply_by_2_to_minus_64,
     repeat_by_thread,
+    select_bytes,
     split_columns,
-    store_words,
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_slots import load_slots, locate
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import find_work_range
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_unit import store_words
 
 
 @gluon.constexpr_function
@@ -63,6 +67,12 @@ def list_waits(FORMAT, HALF):
     return (4, 4, 2) if FORMAT == "v4" and HALF == 1 else (3, 3)
 
 
+@gluon.constexpr_function
+def find_group(UNIT, NUMBER):
+    """Group of 64 dimensions, of eight, that is group ``NUMBER`` of a unit."""
+    return 7 if UNIT == PLAIN_UNIT else 2 * UNIT + NUMBER
+
+
 @gluon.jit
 def _fetch(
     stage, scale_stage, places, UNIT: gl.constexpr, WITH_SCALES: gl.constexpr, FORMAT: gl.constexpr
@@ -77,8 +87,9 @@ def _fetch(
     LAYOUT: gl.constexpr = WORDS_32 if WIDTH == 32 else WORDS_16
     WORD_ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     column = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))  # [WIDTH]
-    pointers = gl.convert_layout(row_ptr, WORD_ROW, assert_trivial=True)[:, None] + column[None, :]
-    mask = gl.convert_layout(valid, WORD_ROW, assert_trivial=True)[:, None]
+    pointers = gl.convert_layout(row_ptr, WORD_ROW, assert_trivial=True)[:, None]
+    pointers = pointers + column[None, :]  # [64, WIDTH]
+    mask = gl.convert_layout(valid, WORD_ROW, assert_trivial=True)[:, None]  # [64, 1]
     async_copy.async_copy_global_to_shared(stage, pointers, mask=mask)
     if WITH_SCALES:
         SCALE_ROW: gl.constexpr = gl.SliceLayout(1, SCALES)
@@ -87,7 +98,7 @@ def _fetch(
         word = SKIPPED + gl.arange(0, 2, gl.SliceLayout(0, SCALES))  # [2]
         pointers = gl.convert_layout(scale_ptr, SCALE_ROW, assert_trivial=True)[:, None]
         pointers = pointers + word[None, :]  # [64, 2]
-        mask = gl.convert_layout(valid, SCALE_ROW, assert_trivial=True)[:, None]
+        mask = gl.convert_layout(valid, SCALE_ROW, assert_trivial=True)[:, None]  # [64, 1]
         async_copy.async_copy_global_to_shared(scale_stage, pointers, mask=mask)
     async_copy.commit_group()
 
@@ -96,8 +107,7 @@ def _fetch(
 def _read_scales(scale_stage, HALF: gl.constexpr, FORMAT: gl.constexpr):
     """Scale bytes [64, 4] of the thread's dimensions, two a unit of codes of this half."""
     first, second = split_columns(scale_stage.load(SCALES), 2, ROW)  # [64] each
-    thread = gl.arange(0, 4, gl.SliceLayout(0, BY_THREAD))
-    chosen = gl.where(thread < 2, EVEN_BYTES, ODD_BYTES)[None, :]
+    chosen = select_bytes(BY_THREAD)  # [1, 4]
     if FORMAT == "v41":
         return choose_bytes(first, second, chosen)
     else:
@@ -107,7 +117,7 @@ def _read_scales(scale_stage, HALF: gl.constexpr, FORMAT: gl.constexpr):
 @gluon.jit
 def _read_codes(stage, UNIT: gl.constexpr, FORMAT: gl.constexpr):
     """Words of a staged unit: halves [64, 16], or the unscaled dimensions [64, 32]."""
-    if FORMAT == "v4" and UNIT == 4:
+    if FORMAT == "v4" and UNIT == PLAIN_UNIT:
         return (stage.load(WORDS_32),)
     elif FORMAT == "v4" and UNIT == 3:
         return (stage.load(WORDS_16),)
@@ -123,7 +133,7 @@ def _decode(codes, scales, UNIT: gl.constexpr, FORMAT: gl.constexpr):
     Returns:
         groups of 64 dimensions as words [64, 32] of two.
     """
-    if FORMAT == "v4" and UNIT == 4:
+    if FORMAT == "v4" and UNIT == PLAIN_UNIT:
         return (multiply_by_2_to_minus_64(codes[0]),)
     else:
         multipliers = make_unit_multipliers((scales, scales), UNIT, FORMAT)
@@ -142,7 +152,7 @@ def _store_values(groups, target, UNIT: gl.constexpr):
         values = gl.permute(gl.join(groups[0], groups[1]), (0, 2, 1))  # [64, 2, 32]
         store_words(target, gl.reshape(values, (BLOCK_N, 64)))
     else:
-        target.slice(32 if UNIT == 4 else 0, 32, dim=1).store(groups[0])
+        target.slice(32 if UNIT == PLAIN_UNIT else 0, 32, dim=1).store(groups[0])
 
 
 @gluon.jit
@@ -151,7 +161,7 @@ def _take_operand(words, HEADS: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.co
     pairs = gl.join(words.to(gl.int16), (words >> 16).to(gl.int16))  # [64, 32, 2]
     ordered = order_group(gl.reshape(pairs, (BLOCK_N, 64)), FORMAT, GROUP)
     ordered = ordered.to(gl.bfloat16, bitcast=True)
-    return gl.convert_layout(ordered, operand_layout(HEADS), assert_trivial=True)
+    return gl.convert_layout(ordered, make_operand_layout(HEADS), assert_trivial=True)
 
 
 @gluon.jit
@@ -205,7 +215,7 @@ def run_decode_role(
     UNITS: gl.constexpr = list_units(FORMAT, HALF)
     WAITS: gl.constexpr = list_waits(FORMAT, HALF)
     COUNT: gl.constexpr = len(UNITS)
-    PRODUCT: gl.constexpr = product_layout(HEADS)
+    PRODUCT: gl.constexpr = make_product_layout(HEADS)
     token = gl.program_id(0)
     _, _, num_blocks, length, extra_length = find_work_range(
         token, 0, pool, extra_pool, WORK, POOL, EXTRA
@@ -225,7 +235,7 @@ def run_decode_role(
         _fetch(stages[n].index(0), scale_stages.index(0), places, UNITS[n], n == 0, FORMAT)
     places = _locate_block(second, pool, extra_pool, POOL, EXTRA)
     for n in gl.static_range(COUNT):
-        if UNITS[n] < 4:
+        if UNITS[n] < PLAIN_UNIT:
             _fetch(stages[n].index(1), scale_stages.index(1), places, UNITS[n], n == 0, FORMAT)
     for block in range(num_blocks):
         at = block & 1
@@ -235,7 +245,7 @@ def run_decode_role(
             wait_for_chunk(k_free, block, 2 * HALF, HEADS)
         s = gl.zeros((BLOCK_N, HEADS), gl.float32, PRODUCT)
         for n in gl.static_range(COUNT):
-            stage = stages[n].index(0 if UNITS[n] == 4 else at)
+            stage = stages[n].index(0 if UNITS[n] == PLAIN_UNIT else at)
             async_copy.wait_group(WAITS[n])
             if n == 0:
                 scales = _read_scales(scale_stages.index(at), HALF, FORMAT)
@@ -243,12 +253,12 @@ def run_decode_role(
             _fetch(
                 stage,
                 scale_stages.index(at),
-                places if UNITS[n] == 4 else next_places,
+                places if UNITS[n] == PLAIN_UNIT else next_places,
                 UNITS[n],
                 n == 0,
                 FORMAT,
             )
-            target = k_words.index(find_chunk(block, min(UNITS[n], 3), HEADS))
+            target = k_words.index(find_chunk(block, find_group(UNITS[n], 0) // 2, HEADS))
             groups = _decode(codes, scales, UNITS[n], FORMAT)
             if HEADS == 16:
                 _store_values(groups, target, UNITS[n])
@@ -261,13 +271,13 @@ def run_decode_role(
                     groups[g],
                     q_smem,
                     s,
-                    7 if UNITS[n] == 4 else 2 * UNITS[n] + g,
+                    find_group(UNITS[n], g),
                     n + g == 0,
                     FORMAT,
                 )
             if HEADS == 32:
                 # The ring is short: its room is waited for behind the product, which needs none.
-                if UNITS[n] < 4:
+                if UNITS[n] < PLAIN_UNIT:
                     wait_for_chunk(k_free, block, UNITS[n], HEADS)
                 _store_values(groups, target, UNITS[n])
         s = warpgroup_mma_wait(0, deps=[s])

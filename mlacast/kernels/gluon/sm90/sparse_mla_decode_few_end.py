@@ -11,10 +11,10 @@ from mlacast.kernels.common.sm90_division import invert
 from mlacast.kernels.common.sm90_rotation import find_aligned_offset, find_row_offset
 from mlacast.kernels.common.sm90_store import FP8_TENSOR, load_output_scale, store_rows
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_layouts import (
-    chunk_layout,
-    group_layout,
     join_groups,
-    pair_layout,
+    make_chunk_layout,
+    make_group_layout,
+    make_pair_layout,
     split_groups,
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_ring import (
@@ -36,7 +36,7 @@ def load_row_angles(rope, position, HEADS: gl.constexpr, HALF_PAIRING: gl.conste
     """Cosines and sines of a position, for ``rotate_end``: those of the way back."""
     table_ptr, stride_table, table_rows, _, _ = rope
     ANGLES: gl.constexpr = gl.SliceLayout(
-        0, group_layout(HEADS) if HALF_PAIRING else pair_layout(HEADS)
+        0, make_group_layout(HEADS) if HALF_PAIRING else make_pair_layout(HEADS)
     )
     COUNT: gl.constexpr = 64 if HALF_PAIRING else 32
     table = (table_ptr, stride_table, table_rows)
@@ -45,11 +45,11 @@ def load_row_angles(rope, position, HEADS: gl.constexpr, HALF_PAIRING: gl.conste
 
 @gluon.jit
 def rotate_end(x, cos, sin, HALF_PAIRING: gl.constexpr):
-    """Rotate the last 64 of [heads, 128] float32, in ``chunk_layout``, by the negative angles."""
+    """Rotate the last 64 of a float32 chunk [heads, 128] by the negative angles."""
     plain, last = split_groups(x)
     last = rotate_pairs(last, cos, sin, HALF_PAIRING)
     joined = join_groups(plain, last)
-    return gl.convert_layout(joined, chunk_layout(x.shape[0]), assert_trivial=True)
+    return gl.convert_layout(joined, make_chunk_layout(x.shape[0]), assert_trivial=True)
 
 
 @gluon.jit
@@ -86,7 +86,7 @@ def end_chunk(
     else:
         scale = load_output_scale(scale_ptr, OUTPUT.kind)
     mbarrier.wait(factor_ready, 0)
-    CHUNK: gl.constexpr = chunk_layout(HEADS)
+    CHUNK: gl.constexpr = make_chunk_layout(HEADS)
     factor = factor_smem.load(gl.SliceLayout(1, CHUNK))  # [heads]
     dead = (factor == 0.0)[:, None]  # [heads, 1]
     mbarrier.wait(o_ready, 0)

@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_wait
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_decode import run_decode_role
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_layouts import (
     BLOCK_N,
-    stage_layout,
+    make_stage_layout,
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_output import run_output_role
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_ring import count_chunks, count_places
@@ -111,7 +111,7 @@ def sparse_mla_decode_few_kernel(
     NUMBERS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     STAGE: gl.constexpr = choose_stage_layout(False)
-    # Chunks of 128 dimensions of a block of keys, and of the block after it.
+    # Chunks of 128 dimensions of two blocks of keys, or of a block and a half.
     k_smem = gl.allocate_shared_memory(gl.bfloat16, [count_chunks(HEADS), BLOCK_N, 128], TILE)
     q_smem = gl.allocate_shared_memory(gl.bfloat16, [4, HEADS, 128], TILE)
     # Units of records of two blocks; of what is unscaled in "v4" there is room for one.
@@ -133,7 +133,9 @@ def sparse_mla_decode_few_kernel(
     left_scales = gl.allocate_shared_memory(gl.int32, [2, BLOCK_N, 2], SCALE_STAGE)
     right_scales = gl.allocate_shared_memory(gl.int32, [2, BLOCK_N, 2], SCALE_STAGE)
     # Of the dimensions of either decoding role.
-    score_smem = gl.allocate_shared_memory(gl.float32, [2, HEADS, BLOCK_N], stage_layout(HEADS, 64))
+    score_smem = gl.allocate_shared_memory(
+        gl.float32, [2, HEADS, BLOCK_N], make_stage_layout(HEADS, 64)
+    )
     p_smem = gl.allocate_shared_memory(gl.bfloat16, [2, HEADS, BLOCK_N], TILE)
     alpha_smem = gl.allocate_shared_memory(gl.float32, [2, HEADS], NUMBERS)
     factor_smem = gl.allocate_shared_memory(gl.float32, [HEADS], NUMBERS)
@@ -150,6 +152,7 @@ def sparse_mla_decode_few_kernel(
     mbarrier.init(s_ready, count=2)
     mbarrier.init(s_free, count=1)
     for i in gl.static_range(count_places(HEADS)):
+        # Weights and factors of two blocks, whatever the ring has.
         if i < 2:
             mbarrier.init(p_ready.index(i), count=1)
             mbarrier.init(p_free.index(i), count=1)

@@ -43,50 +43,50 @@ _TURNED_HEADS = [[1, 0], [2, 8], [4, 16], [8, 0]]
 
 
 @gluon.constexpr_function
-def product_layout(HEADS):
+def make_product_layout(HEADS):
     """Both products: keys or dimensions as rows, heads as columns."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
 
 
 @gluon.constexpr_function
-def operand_layout(HEADS):
+def make_operand_layout(HEADS):
     """Keys as left operand of a product."""
-    return gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16]), 2)
+    return gl.DotOperandLayout(0, make_product_layout(HEADS), 2)
 
 
 @gluon.constexpr_function
-def _by_heads(REGISTERS, LANES, HEADS, WIDTH):
+def _divide_heads(REGISTERS, LANES, HEADS, WIDTH):
     """Layout of [HEADS, WIDTH]: a warp has all columns of four heads; of 32, also 16 further on."""
     registers = [*REGISTERS, [16, 0]] if HEADS == 32 else [*REGISTERS]
     return gl.DistributedLinearLayout(registers, LANES, _HEAD_WARPS, [], [HEADS, WIDTH])
 
 
 @gluon.constexpr_function
-def group_layout(HEADS):
+def make_group_layout(HEADS):
     """[heads, 64], 8 neighbours a thread."""
-    return _by_heads([[0, 1], [0, 2], [0, 4]], _GROUP_LANES, HEADS, 64)
+    return _divide_heads([[0, 1], [0, 2], [0, 4]], _GROUP_LANES, HEADS, 64)
 
 
 @gluon.constexpr_function
-def pair_layout(HEADS):
-    """[heads, 32], the pairs of ``group_layout``."""
-    return _by_heads([[0, 1], [0, 2]], _PAIR_LANES, HEADS, 32)
+def make_pair_layout(HEADS):
+    """[heads, 32], the pairs of ``make_group_layout``."""
+    return _divide_heads([[0, 1], [0, 2]], _PAIR_LANES, HEADS, 32)
 
 
 @gluon.constexpr_function
-def partial_layout(HEADS):
-    """[heads, 8], what every thread of ``group_layout`` has summed."""
-    return _by_heads([], _PARTIAL_LANES, HEADS, 8)
+def make_partial_layout(HEADS):
+    """[heads, 8], what every thread of ``make_group_layout`` has summed."""
+    return _divide_heads([], _PARTIAL_LANES, HEADS, 8)
 
 
 @gluon.constexpr_function
-def chunk_layout(HEADS):
-    """Rows [heads, 128] of the query and the output: two of ``group_layout`` side by side."""
-    return _by_heads([[0, 1], [0, 2], [0, 4], [0, 64]], _GROUP_LANES, HEADS, 128)
+def make_chunk_layout(HEADS):
+    """Rows [heads, 128] of the query and the output: two of ``make_group_layout`` side by side."""
+    return _divide_heads([[0, 1], [0, 2], [0, 4], [0, 64]], _GROUP_LANES, HEADS, 128)
 
 
 @gluon.constexpr_function
-def stage_layout(HEADS, WIDTH):
+def make_stage_layout(HEADS, WIDTH):
     """Scores [heads, 64] of a product, or sums [heads, 128], in shared memory."""
     columns = _TURNED if WIDTH == 64 else [*_TURNED, [0, 64]]
     heads = [*_TURNED_HEADS, [16, 0]] if HEADS == 32 else _TURNED_HEADS
@@ -117,7 +117,7 @@ def order_group(x, FORMAT: gl.constexpr, GROUP: gl.constexpr):
 def split_groups(x):
     """Both groups [heads, 64] of a chunk [heads, 128]."""
     HEADS: gl.constexpr = x.shape[0]
-    GROUP: gl.constexpr = group_layout(HEADS)
+    GROUP: gl.constexpr = make_group_layout(HEADS)
     left, right = gl.split(gl.permute(gl.reshape(x, (HEADS, 2, 64)), (0, 2, 1)))
     return (
         gl.convert_layout(left, GROUP, assert_trivial=True),

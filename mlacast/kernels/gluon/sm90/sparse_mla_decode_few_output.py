@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from mlacast.kernels.common.sm90_rescale import rescale_columns
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_end import end_chunk
-from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_layouts import product_layout
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_layouts import make_product_layout
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_ring import (
     find_chunk,
     find_output_piece,
@@ -50,12 +50,12 @@ def run_output_role(
 ):
     """Accumulate the output, dimensions as rows, and hand it to all roles.
 
-    Consumes ``p_ready``, with which the values of a block are there too, and ``factor_ready`` for
-    its chunk; produces ``p_free``, ``k_free`` and ``o_ready``. The ring is the stage of the output:
-    nobody needs it then. ``ends`` as in ``end_chunk``.
+    Consumes ``p_ready``, with which the values of a block are there too, and ``factor_ready`` and
+    ``o_ready`` for its chunk; produces ``p_free``, ``k_free`` and ``o_ready``. The ring is the
+    stage of the output: nobody needs it then. ``ends`` as in ``end_chunk``.
     """
     gdc_wait()
-    PRODUCT: gl.constexpr = product_layout(HEADS)
+    PRODUCT: gl.constexpr = make_product_layout(HEADS)
     COLUMN: gl.constexpr = gl.SliceLayout(0, PRODUCT)
     token = gl.program_id(0)
     _, _, num_blocks, _, _ = find_work_range(token, 0, pool, extra_pool, WORK, POOL, EXTRA)

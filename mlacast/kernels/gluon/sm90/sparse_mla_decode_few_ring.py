@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_layouts import stage_layout
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_layouts import make_stage_layout
 
 
 @gluon.constexpr_function
@@ -62,7 +62,7 @@ def free_chunks(k_free, block, NUMBER: gl.constexpr, HEADS: gl.constexpr):
 def view_output_stage(k_smem, HEADS: gl.constexpr):
     """The ring as a stage [n, heads, 128] of float32; see ``find_output_piece``."""
     PIECES: gl.constexpr = count_chunks(HEADS) * 32 // HEADS
-    return k_smem._reinterpret(gl.float32, [PIECES, HEADS, 128], stage_layout(HEADS, 128))
+    return k_smem._reinterpret(gl.float32, [PIECES, HEADS, 128], make_stage_layout(HEADS, 128))
 
 
 @gluon.constexpr_function

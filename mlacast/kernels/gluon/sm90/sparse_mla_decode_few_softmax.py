@@ -13,11 +13,11 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_end import (
     rotate_end,
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_few_layouts import (
-    chunk_layout,
-    group_layout,
     join_groups,
+    make_chunk_layout,
+    make_group_layout,
+    make_partial_layout,
     order_group,
-    partial_layout,
     split_groups,
 )
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_softmax import LAZINESS
@@ -35,20 +35,21 @@ def _load_query(
 ):
     """Query of a token as four chunks [heads, 128]; heads that are not there are zero.
 
-    ``query`` is its pointer and the strides of tokens and heads.
+    ``query`` is its pointer and the strides of tokens and heads. Heads of a token are less than
+    2**31 elements apart (``heads:far_apart`` in ``ops.layout``).
     """
     q_ptr, stride_q_token, stride_q_head = query
-    CHUNK: gl.constexpr = chunk_layout(HEADS)
+    CHUNK: gl.constexpr = make_chunk_layout(HEADS)
     head = gl.arange(0, HEADS, gl.SliceLayout(1, CHUNK))  # [heads]
     base = q_ptr + token.to(gl.int64) * stride_q_token
     chunks = ()
     for n in gl.static_range(4):
         d = 128 * n + gl.arange(0, 128, gl.SliceLayout(0, CHUNK))  # [128]
         if CHUNK16:
-            within = (d // 16) * (num_heads * 16) + d % 16
-            pointers = base + ((head * 16)[:, None] + within[None, :])
+            within = (d // 16) * (num_heads * 16) + d % 16  # [128]
+            pointers = base + ((head * 16)[:, None] + within[None, :])  # [heads, 128]
         else:
-            pointers = base + ((head * stride_q_head)[:, None] + d[None, :])
+            pointers = base + ((head * stride_q_head)[:, None] + d[None, :])  # [heads, 128]
         if FULL_TILES:
             chunks = chunks + (gl.load(pointers),)
         else:
@@ -93,15 +94,15 @@ def _send_query(
     fence_async_shared()
     mbarrier.arrive(q_ready, count=1)
     HEADS: gl.constexpr = chunks[0].shape[0]
-    GROUP: gl.constexpr = group_layout(HEADS)
+    GROUP: gl.constexpr = make_group_layout(HEADS)
     scale = gl.full((HEADS,), 0.0, gl.float32, gl.SliceLayout(1, GROUP)) + score_scale
     if QUERY.has_norm:
-        squares = gl.zeros((HEADS, 128), gl.float32, chunk_layout(HEADS))
+        squares = gl.zeros((HEADS, 128), gl.float32, make_chunk_layout(HEADS))
         for n in gl.static_range(4):
             wide = chunks[n].to(gl.float32)
             squares += wide * wide
         # The norm is one factor per head, so it joins the score scale.
-        inverse = gl.rsqrt(gl.sum(squares, 1) * (1.0 / 512.0) + eps)
+        inverse = gl.rsqrt(gl.sum(squares, 1) * (1.0 / 512.0) + eps)  # [heads]
         scale *= gl.convert_layout(inverse, gl.SliceLayout(1, GROUP), assert_trivial=True)
         # NaN in the query comes with the scores; here it would reach masked keys.
         scale = gl.where(scale != scale, 1.0, scale)
@@ -205,7 +206,7 @@ def run_softmax_role(
     gdc_wait()
     gdc_launch_dependents()
     FORMAT: gl.constexpr = POOL.record
-    GROUP: gl.constexpr = group_layout(HEADS)
+    GROUP: gl.constexpr = make_group_layout(HEADS)
     token = gl.program_id(0)
     # What comes from memory is asked for in the order in which it is needed, also the sink.
     position = 0
@@ -224,7 +225,7 @@ def run_softmax_role(
     )
     _, _, num_blocks, _, _ = find_work_range(token, 0, pool, extra_pool, WORK, POOL, EXTRA)
     base = gl.full((HEADS,), -float("inf"), gl.float32, gl.SliceLayout(1, GROUP))
-    partial_sum = gl.full((HEADS, 8), 0.0, gl.float32, partial_layout(HEADS))
+    partial_sum = gl.full((HEADS, 8), 0.0, gl.float32, make_partial_layout(HEADS))
     for block in range(num_blocks):
         at = block & 1
         mbarrier.wait(s_ready, at)

@@ -1,7 +1,8 @@
 """The Hopper decode kernel: shared memory, barriers and who gets them.
 
-Dequantisation is in ``sparse_mla_decode_dequant``, ``_block``, ``_fetch`` and ``_records``, scores
-and softmax in ``_score``, the two halves of the output in ``_output``.
+Dequantisation is in ``sparse_mla_decode_dequant``, that of a block in ``_block``: copies in
+``_fetch``, numbers in ``_unit``, ``_codes`` and ``_scales``. Scores and softmax are in ``_score``,
+the two halves of the output in ``_output``.
 """
 
 from triton.experimental import gluon
@@ -12,9 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_dequant import run_dequant_role
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_layouts import SCALE_STAGE, choose_stage_layout
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_output import run_output_role
-from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import (
-    has_tail,
-)
+from mlacast.kernels.gluon.sm90.sparse_mla_decode_records import has_tail
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_score import run_score_role
 from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
     BLOCK_H,
@@ -29,7 +28,6 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import (
 # left of 512.
 OPTIONS = {"num_warps": 4, "maxnreg": 128, "launch_pdl": True}
 OUTPUT_REGISTERS = gl.constexpr(160)
-
 
 # Counts and strides that vary while serving must not pick another variant of the kernel.
 VARYING = [

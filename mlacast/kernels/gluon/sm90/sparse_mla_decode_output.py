@@ -83,6 +83,92 @@ def _take_to_key_unit(block):
 
 
 @gluon.jit
+def _end_rows(
+    even,
+    odd,
+    ends,
+    item_phase,
+    token,
+    first_head,
+    angles,
+    pairs,
+    HALF: gl.constexpr,
+    PLAIN: gl.constexpr,
+    WORK: gl.constexpr,
+    END: gl.constexpr,
+    OUTPUT: gl.constexpr,
+):
+    """End an item of whole rows: both [64, 128] times the factor of their head, rotated, stored.
+
+    With PLAIN the last 64 dimensions were summed in units of one. ``ends`` are what only ends need
+    of what a role gets; ``angles`` and ``pairs`` are looked at where the last 64 dimensions are
+    rotated. Consumes ``factor_ready`` and produces ``factor_free``.
+    """
+    ROW: gl.constexpr = gl.SliceLayout(1, even.type.layout)
+    ROTATES: gl.constexpr = END.rotates_back and HALF == 1
+    IS_NVFP4: gl.constexpr = OUTPUT.kind == NVFP4
+    # Rows that are zero whatever the accumulator and the table hold.
+    MASKED: gl.constexpr = END.has_sink or ROTATES
+    factor_smem, factor_ready, factor_free, rope, target, work = ends
+    table_ptr, stride_table, _, _, _ = rope
+    (
+        data_ptr,
+        sf_ptr,
+        scale_ptr,
+        stride_data_token,
+        stride_data_group,
+        stride_sf_token,
+        stride_sf_group,
+        stride_sf_word,
+        padding_rows,
+    ) = target
+    if ROTATES:
+        prefetch_angles(table_ptr, stride_table, angles)
+    elif PLAIN:
+        odd = _take_to_key_unit(odd)
+    mbarrier.wait(factor_ready, item_phase)
+    factor = factor_smem.load(ROW)  # [64]
+    if not IS_NVFP4:
+        mbarrier.arrive(factor_free, count=1)
+    padding = gl.where(token == work.num_tokens - 1, padding_rows, 0)
+    # The rotated block last: only then are there registers for its angles.
+    for first in gl.static_range(0, 256, 128):
+        block = even if first == 0 else odd  # [64, 128]
+        if IS_NVFP4 and first == 128:
+            # Read again: kept while codes are made it would spill.
+            factor = factor_smem.load(ROW)  # [64]
+            mbarrier.arrive(factor_free, count=1)
+        factor = hold_back(factor)
+        if ROTATES and first == 128:
+            cos, sin = load_angles(table_ptr, stride_table, angles, pairs)
+            if PLAIN:
+                cos *= 1.0 / KEY_UNIT
+                sin *= 1.0 / KEY_UNIT
+            block = rotate_back(block, cos, sin, END.half_pairing)
+        alive = gl.where(factor == 0.0, 0, -1)  # [64]
+        store_scaled_block(
+            block,
+            factor,
+            alive,
+            data_ptr + find_aligned_offset(token, stride_data_token),
+            stride_data_group,
+            sf_ptr,
+            stride_sf_token,
+            stride_sf_group,
+            stride_sf_word,
+            scale_ptr,
+            token.to(gl.int64),
+            padding,
+            first_head,
+            work.num_heads,
+            HALF * 256 + first,
+            WORK.full_tiles,
+            MASKED,
+            OUTPUT,
+        )
+
+
+@gluon.jit
 def run_output_role(
     places,
     HALF: gl.constexpr,
@@ -125,42 +211,24 @@ def run_output_role(
         unit,
         work,
     ) = places
-    table_ptr, stride_table, table_rows, positions_ptr, stride_positions = rope
-    (
-        data_ptr,
-        sf_ptr,
-        scale_ptr,
-        stride_data_token,
-        stride_data_group,
-        stride_sf_token,
-        stride_sf_group,
-        stride_sf_word,
-        padding_rows,
-    ) = target
+    _, _, table_rows, positions_ptr, stride_positions = rope
     slot = HALF + QUERY_PIECES - 2
     count = 0
     item_phase = 0
     ROTATES: gl.constexpr = END.rotates_back and HALF == 1 and not WORK.is_split
     # The last 64 dimensions are not in the unit of the others.
     PLAIN: gl.constexpr = HALF == 1 and has_plain(POOL.record) and not has_tail(POOL.record)
-    IS_NVFP4: gl.constexpr = OUTPUT.kind == NVFP4 and not WORK.is_split
-    # Rows that are zero whatever the accumulator and the table hold.
-    MASKED: gl.constexpr = END.has_sink or ROTATES
+    pairs = ()
     if ROTATES:
         pairs, other = split_pairs(
             split_halves(gl.zeros((BLOCK_H, 128), gl.float32, OUT), 128)[1], END.half_pairing
         )
     for item in range(gl.program_id(0), work.num_items, work.num_programs):
         token, _, num_blocks, _, _ = find_work_range(
-            item,
-            work,
-            pool,
-            extra_pool,
-            WORK,
-            POOL,
-            EXTRA,
+            item, work, pool, extra_pool, WORK, POOL, EXTRA
         )
         first_head = find_head_start(item, work, WORK)
+        angles = ()
         if ROTATES:
             angles = find_table_row(table_rows, positions_ptr, stride_positions, token)
         even = gl.zeros((BLOCK_H, 128), gl.float32, OUT)
@@ -184,8 +252,6 @@ def run_output_role(
             mbarrier.arrive(p_free, count=1)
             mbarrier.arrive(k_free.index(slot), count=1)
             count += 1
-        if PLAIN and not WORK.is_split and not ROTATES:
-            odd = _take_to_key_unit(odd)
         # The query of the next item.
         slot = skip_pieces(slot, QUERY_PIECES, RING.num_pieces)
         if WORK.is_split:
@@ -206,47 +272,19 @@ def run_output_role(
                     WORK.full_tiles,
                 )
         else:
-            if ROTATES:
-                prefetch_angles(table_ptr, stride_table, angles)
-            mbarrier.wait(factor_ready, item_phase)
-            factor = factor_smem.load(ROW)  # [64]
-            if not IS_NVFP4:
-                mbarrier.arrive(factor_free, count=1)
+            _end_rows(
+                even,
+                odd,
+                (factor_smem, factor_ready, factor_free, rope, target, work),
+                item_phase,
+                token,
+                first_head,
+                angles,
+                pairs,
+                HALF,
+                PLAIN,
+                WORK,
+                END,
+                OUTPUT,
+            )
             item_phase ^= 1
-            row = token.to(gl.int64)
-            padding = gl.where(token == work.num_tokens - 1, padding_rows, 0)
-            # The rotated block last: only then are there registers for its angles.
-            for first in gl.static_range(0, 256, 128):
-                block = even if first == 0 else odd  # [64, 128]
-                if IS_NVFP4 and first == 128:
-                    # Read again: kept while codes are made it would spill.
-                    factor = factor_smem.load(ROW)  # [64]
-                    mbarrier.arrive(factor_free, count=1)
-                factor = hold_back(factor)
-                if ROTATES and first == 128:
-                    cos, sin = load_angles(table_ptr, stride_table, angles, pairs)
-                    if PLAIN:
-                        cos *= 1.0 / KEY_UNIT
-                        sin *= 1.0 / KEY_UNIT
-                    block = rotate_back(block, cos, sin, END.half_pairing)
-                alive = gl.where(factor == 0.0, 0, -1)  # [64]
-                store_scaled_block(
-                    block,
-                    factor,
-                    alive,
-                    data_ptr + find_aligned_offset(token, stride_data_token),
-                    stride_data_group,
-                    sf_ptr,
-                    stride_sf_token,
-                    stride_sf_group,
-                    stride_sf_word,
-                    scale_ptr,
-                    row,
-                    padding,
-                    first_head,
-                    work.num_heads,
-                    HALF * 256 + first,
-                    WORK.full_tiles,
-                    MASKED,
-                    OUTPUT,
-                )

@@ -138,6 +138,87 @@ def _find_next_item(item, num_items, num_programs):
 
 
 @gluon.jit
+def _take_query(
+    k_even,
+    k_odd,
+    q_halves,
+    q_64_smem,
+    q_tail_smem,
+    k_ready,
+    k_free,
+    place,
+    row,
+    table,
+    angles,
+    pairs,
+    eps,
+    score_scale_log2,
+    QUERY: gl.constexpr,
+    POOL: gl.constexpr,
+    RING: gl.constexpr,
+    S: gl.constexpr,
+):
+    """Take the query of an item out of the ring, rotated; its last parts go to shared memory.
+
+    ``table`` is the RoPE table and its stride; it, ``angles`` and ``pairs`` are looked at where the
+    query is rotated. Consumes ``k_ready`` of the query's pieces and produces their ``k_free``.
+
+    Returns:
+        the first three parts of the query, two of 128 and one of 64 dimensions, in registers, what
+        scores are multiplied by [64], and the place of the first keys.
+    """
+    HAS_TAIL: gl.constexpr = has_tail(POOL.record)
+    Q: gl.constexpr = gl.DotOperandLayout(0, S, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, S)
+    table_ptr, stride_table = table
+    slot = find_slot(place, RING.num_pieces)
+    mbarrier.wait(k_ready.index(slot), find_phase(place, RING.num_pieces))
+    place = advance_place(place, RING.num_pieces)
+    right = find_slot(place, RING.num_pieces)
+    mbarrier.wait(k_ready.index(right), find_phase(place, RING.num_pieces))
+    last = k_odd.index(right)  # [64, 128]
+    if QUERY.has_norm:
+        gram = _start_gram(k_even, k_odd, slot, right, S)
+    q_halves.index(0).store(last.slice(0, 64, dim=1).load(Q))
+    q_64_smem.index(0).store(k_even.index(right).slice(64, 64, dim=1).load(Q))
+    q_rope = last.slice(64, 64, dim=1).load(Q)  # [64, 64]
+    if HAS_TAIL:
+        q_halves.index(1).store(q_rope)
+        place = advance_place(place, RING.num_pieces)
+        third = find_slot(place, RING.num_pieces)
+        mbarrier.wait(k_ready.index(third), find_phase(place, RING.num_pieces))
+        q_rope = k_even.index(third).slice(0, 64, dim=1).load(Q)  # [64, 64]
+        mbarrier.arrive(k_free.index(third), count=1)
+    if QUERY.is_rotated:
+        cos, sin = load_angles(table_ptr, stride_table, angles, pairs)
+        q_rope = gl.convert_layout(rotate(q_rope, cos, sin, QUERY.half_pairing), Q)  # [64, 64]
+    if has_plain(POOL.record):
+        # The keys' last dimensions are not in the unit of the others.
+        q_rope = (q_rope.to(gl.float32) * (1.0 / KEY_UNIT)).to(gl.bfloat16)
+    if HAS_TAIL:
+        q_tail_smem.index(0).store(q_rope)
+    else:
+        q_halves.index(1).store(q_rope)
+    query = (
+        k_even.index(slot).load(Q),
+        k_odd.index(slot).load(Q),
+        k_even.index(right).slice(0, 64, dim=1).load(Q),
+    )
+    score_scale = gl.full((BLOCK_H,), 0.0, gl.float32, ROW) + score_scale_log2 * KEY_UNIT
+    if QUERY.has_norm:
+        # The norm is one factor per head, so it joins the score scale.
+        gram = warpgroup_mma_wait(0, deps=[gram])
+        squares = _take_diagonal(gram, _delay_rows(row))  # [64]
+        score_scale *= gl.rsqrt(squares * (1.0 / 512.0) + eps)
+        # NaN in the query comes with the scores; here it would reach masked keys.
+        score_scale = gl.where(score_scale != score_scale, 1.0, score_scale)  # [64]
+    mbarrier.arrive(k_free.index(slot), count=1)
+    mbarrier.arrive(k_free.index(right), count=1)
+    place = advance_place(place, RING.num_pieces)
+    return query, score_scale, place
+
+
+@gluon.jit
 def run_score_role(
     k_even,
     k_odd,
@@ -195,6 +276,8 @@ def run_score_role(
     place = 0
     # Blocks; bit 30 is the phase of ``factor_free``, which shares the register.
     count = 0
+    angles = ()
+    pairs = ()
     if QUERY.is_rotated:
         pairs, other = split_pairs(gl.zeros((BLOCK_H, 64), gl.bfloat16, Q), QUERY.half_pairing)
         first_token = find_token(gl.program_id(0), work, WORK)
@@ -202,62 +285,32 @@ def run_score_role(
         prefetch_angles(table_ptr, stride_table, angles)
     for item in range(gl.program_id(0), work.num_items, work.num_programs):
         token, _, num_blocks, _, _ = find_work_range(
-            item,
-            work,
-            pool,
-            extra_pool,
-            WORK,
-            POOL,
-            EXTRA,
+            item, work, pool, extra_pool, WORK, POOL, EXTRA
         )
         if QUERY.is_rotated:
             next_item = _find_next_item(item, work.num_items, work.num_programs)
             next_token = find_token(next_item, work, WORK)
             next_angles = find_table_row(table_rows, positions_ptr, stride_positions, next_token)
-        slot = find_slot(place, RING.num_pieces)
-        mbarrier.wait(k_ready.index(slot), find_phase(place, RING.num_pieces))
-        place = advance_place(place, RING.num_pieces)
-        right = find_slot(place, RING.num_pieces)
-        mbarrier.wait(k_ready.index(right), find_phase(place, RING.num_pieces))
-        last = k_odd.index(right)  # [64, 128]
-        if QUERY.has_norm:
-            gram = _start_gram(k_even, k_odd, slot, right, S)
-        q_halves.index(0).store(last.slice(0, 64, dim=1).load(Q))
-        q_64_smem.index(0).store(k_even.index(right).slice(64, 64, dim=1).load(Q))
-        q_rope = last.slice(64, 64, dim=1).load(Q)  # [64, 64]
-        if HAS_TAIL:
-            q_halves.index(1).store(q_rope)
-            place = advance_place(place, RING.num_pieces)
-            third = find_slot(place, RING.num_pieces)
-            mbarrier.wait(k_ready.index(third), find_phase(place, RING.num_pieces))
-            q_rope = k_even.index(third).slice(0, 64, dim=1).load(Q)
-            mbarrier.arrive(k_free.index(third), count=1)
-        if QUERY.is_rotated:
-            cos, sin = load_angles(table_ptr, stride_table, angles, pairs)
-            q_rope = gl.convert_layout(rotate(q_rope, cos, sin, QUERY.half_pairing), Q)  # [64, 64]
-        if has_plain(POOL.record):
-            # The keys' last dimensions are not in the unit of the others.
-            q_rope = (q_rope.to(gl.float32) * (1.0 / KEY_UNIT)).to(gl.bfloat16)
-        if HAS_TAIL:
-            q_tail_smem.index(0).store(q_rope)
-        else:
-            q_halves.index(1).store(q_rope)
-        query = (
-            k_even.index(slot).load(Q),
-            k_odd.index(slot).load(Q),
-            k_even.index(right).slice(0, 64, dim=1).load(Q),
+        query, score_scale, place = _take_query(
+            k_even,
+            k_odd,
+            q_halves,
+            q_64_smem,
+            q_tail_smem,
+            k_ready,
+            k_free,
+            place,
+            row,
+            (table_ptr, stride_table),
+            angles,
+            pairs,
+            eps,
+            score_scale_log2,
+            QUERY,
+            POOL,
+            RING,
+            S,
         )
-        score_scale = gl.full((BLOCK_H,), 0.0, gl.float32, ROW) + score_scale_log2 * KEY_UNIT
-        if QUERY.has_norm:
-            # The norm is one factor per head, so it joins the score scale.
-            gram = warpgroup_mma_wait(0, deps=[gram])
-            squares = _take_diagonal(gram, _delay_rows(row))  # [64]
-            score_scale *= gl.rsqrt(squares * (1.0 / 512.0) + eps)
-            # NaN in the query comes with the scores; here it would reach masked keys.
-            score_scale = gl.where(score_scale != score_scale, 1.0, score_scale)  # [64]
-        mbarrier.arrive(k_free.index(slot), count=1)
-        mbarrier.arrive(k_free.index(right), count=1)
-        place = advance_place(place, RING.num_pieces)
         base = gl.full((BLOCK_H,), -float("inf"), gl.float32, ROW)  # [64]
         partial_sum = gl.full((BLOCK_H, 4), 0.0, gl.float32, PARTIAL)  # [64, 4]
         for i in range(num_blocks):

@@ -10,7 +10,7 @@ from mlacast.kernels.gluon.sm90.sparse_mla_decode_tiles import BLOCK_N
 
 @gluon.jit
 def load_slots(lane, block, length, extra_length, token, pool, extra_pool, EXTRA: gl.constexpr):
-    """Slots ``lane`` of one block of the main list followed by the extra list; -1 past their ends.
+    """Slots ``lane`` [64] of a block of the main, then the extra list; -1 past their ends.
 
     Returns:
         The slots [64], and whether they are the extra pool's.

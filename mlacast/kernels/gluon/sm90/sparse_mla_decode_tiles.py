@@ -16,7 +16,7 @@ BLOCK_H = gl.constexpr(64)
 BLOCK_N = gl.constexpr(64)
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
-# Codes stand in shared memory as 2**-64 of their value: see ``sparse_mla_decode_records``.
+# Codes stand in shared memory as 2**-64 of their value: see ``sparse_mla_decode_codes``.
 KEY_UNIT = gl.constexpr(18446744073709551616.0)
 
 
