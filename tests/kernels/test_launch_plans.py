@@ -46,6 +46,7 @@ from mlacast.kernels.config.sparse_attention import (
     plan_portable_decode,
     portable_decode_plan,
     prefill_576_plan,
+    tile_config,
 )
 from mlacast.kernels.config.v_up_project import v_up_config
 
@@ -159,6 +160,17 @@ def test_few_heads_have_a_kernel_of_their_own(
 def test_a_token_of_few_heads_is_one_tile(num_heads: int, tile: int, is_full: bool) -> None:
     assert few_heads_tile(num_heads) == tile
     assert few_heads_work(num_heads) == WorkConfig(1, is_full, False)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "large", "small"),
+    [(1, 16, 16), (16, 16, 16), (17, 32, 16), (32, 32, 16), (33, 64, 16), (128, 64, 16)],
+)
+def test_portable_tiles_are_the_smallest_that_hold_the_heads(
+    num_heads: int, large: int, small: int
+) -> None:
+    assert tile_config(num_heads, LARGE).block_h == large
+    assert tile_config(num_heads, SMALL).block_h == small
 
 
 def test_plans_of_calls_are_made_of_the_multiprocessors_of_their_device(

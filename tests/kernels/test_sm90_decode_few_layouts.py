@@ -79,3 +79,10 @@ def test_a_chunk_waits_for_what_had_its_place(heads: int, monkeypatch: pytest.Mo
         assert last[0] < block and last[1:] == (number // 2, place, before - 1)
         held[chunk] = (block, number // 2, place, before)
     assert len(held) == chunks
+
+
+@HEADS
+def test_a_chunk_of_the_output_has_the_memory_of_a_chunk_of_the_ring(heads: int) -> None:
+    """Of the ring's chunk with its number: 64 keys of 128 bfloat16, [heads, 128] of float32."""
+    for number in range(4):
+        assert ring.find_output_piece(number, heads) * heads * 128 * 4 == number * 64 * 128 * 2
